@@ -1,0 +1,1 @@
+"""From any text to memory-mapped token datasets: sources, reading, shards, tokenizer, datasets."""
