@@ -221,10 +221,20 @@ class Sample:
     phase: str | None = None  # where a failure happened: build, check, warm-up, timing, memory, after-check
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     badges: tuple[str, ...] = ()  # red ones cap the verdict: contention, throttling, recompilation, not_stationary, ...
-    details: Mapping[str, Any] = field(default_factory=dict)  # warm-up curve, thread count, check errors, timestamps, ...
+    details: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # warm-up curve, thread count, check errors, timestamps, ...
 
 
-RED_BADGES = ("contention", "throttling", "recompilation", "not_stationary", "aa_excludes_1", "low_clock", "flops_mismatch")
+RED_BADGES = (
+    "contention",
+    "throttling",
+    "recompilation",
+    "not_stationary",
+    "aa_excludes_1",
+    "low_clock",
+    "flops_mismatch",
+)
 
 
 def to_json(value: Any) -> dict[str, Any]:
@@ -273,7 +283,9 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
             try:
                 lines.append(json.loads(line))
             except (json.JSONDecodeError, UnicodeDecodeError):
-                raise InputError(f"{path}: line {number} is not valid JSON; delete the file to measure it again") from None
+                raise InputError(
+                    f"{path}: line {number} is not valid JSON; delete the file to measure it again"
+                ) from None
     return lines
 
 

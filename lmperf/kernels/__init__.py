@@ -1,0 +1,1 @@
+"""Triton kernels, guarded: importing this package needs no Triton."""
