@@ -1,0 +1,71 @@
+"""Token shards: Arrow IPC files of one column `tokens` in one record batch, so that a reader maps them as one array."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+
+from lmperf.corpus.splits import file_sha256
+
+SHARD_BYTES = 64 << 20  # of tokens: what the writer holds in memory for one split
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type that holds every id of a vocabulary: uint16 up to 65,536 ids, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def file_stem(split: str) -> str:
+    """A split's name as part of a file name: a domain may be called anything."""
+    stem = quote(split, safe="")
+    return stem if len(stem) <= 100 else f"domain.{hashlib.sha256(split.encode()).hexdigest()[:32]}"
+
+
+class SplitWriter:
+    """Collects the tokens of one split and writes `<split>-00000.arrow`, `-00001`, … of at most 64 MiB each."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self._folder = folder
+        self._dtype = dtype
+        self._schema = pa.schema(
+            [pa.field("tokens", pa.from_numpy_dtype(dtype), nullable=False)], {**metadata, "split": name}
+        )
+        self._limit = SHARD_BYTES // dtype.itemsize
+        self._waiting: list[np.ndarray] = []
+        self._tokens = self._documents = 0  # waiting
+        self._size = 0
+        self._shards: list[dict[str, Any]] = []
+
+    def add(self, tokens: np.ndarray, *, documents: int, size: int) -> None:
+        """Append `tokens` (1-D, end-of-text ids in place) that close `documents` and stand for `size` UTF-8 bytes."""
+        if tokens.size and int(tokens.max()) > np.iinfo(self._dtype).max:
+            raise ValueError(f"split {self.name}: token id {int(tokens.max())} does not fit {self._dtype.name}")
+        self._waiting.append(tokens.astype(self._dtype))
+        self._tokens += len(tokens)
+        self._documents += documents
+        self._size += size
+        if self._tokens >= self._limit:
+            self._write()
+
+    def _write(self) -> None:
+        path = self._folder / f"{file_stem(self.name)}-{len(self._shards):05d}.arrow"
+        tokens = pa.array(np.concatenate(self._waiting))
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._schema) as writer:
+            writer.write_batch(pa.record_batch([tokens], schema=self._schema))
+        entry = {"file": path.name, "sha256": file_sha256(path), "tokens": self._tokens, "documents": self._documents}
+        self._shards.append(entry)
+        self._waiting, self._tokens, self._documents = [], 0, 0
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left and return the split's manifest entry."""
+        if self._waiting:
+            self._write()
+        total = {key: sum(shard[key] for shard in self._shards) for key in ("tokens", "documents")}
+        return {"shards": self._shards, **total, "bytes": self._size}

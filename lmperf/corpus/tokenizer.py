@@ -1,0 +1,328 @@
+"""The tokenize stage: text shards → `tokenizer.json`, token shards for every split, and their manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lmperf.corpus import splits
+from lmperf.corpus.accelerator import Encode, Engine, choose_engine
+from lmperf.corpus.token_shards import SplitWriter, token_dtype
+from lmperf.records import InputError, write_json
+
+log = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
+SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a text
+DOMAIN_BYTES = 2 << 20  # text kept of each further domain: enough for a stable loss, small enough to be read often
+TRAINING_CHARACTERS = 4096  # the trainer's time and memory grow with the square of an unbroken piece
+BATCH_BYTES = 2 << 20  # text handed to the encoder at once (HF `tokenizers` needs about 100 bytes a token)
+EQUALITY_BYTES = 256 << 10  # text of this run on which an accelerator has to agree first
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer ready to encode: the JSON text to save, the size of its id space and its end-of-text id."""
+
+    tokenizer: Tokenizer
+    text: str
+    vocab_size: int
+    end_of_text: int
+    lossless: bool  # decode(encode(text)) == text on the first documents
+
+
+def tokenize(
+    shards: Path,
+    out: Path,
+    *,
+    vocab_size: int = 1024,
+    sample_bytes: int = 8 << 20,
+    tokenizer_file: str | None = None,
+    accelerator: str = "auto",
+    training_domain: str = "english",
+    held_out: float = 0.05,
+    block: int = 257,
+    seed: int = 1234,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Turn the text shards in `shards` into token shards in `out` and return the manifest written there.
+
+    The same shards and arguments give the same bytes. Nothing in `out` changes before all of it is complete; the
+    manifest is written last. Raises `InputError` when a split has fewer than `block` tokens.
+    """
+    _check_arguments(vocab_size, sample_bytes, held_out, block)
+    say = progress or _silent
+    say("surveying the shards")
+    found = splits.survey(Path(shards), seed=seed)
+    chosen = splits.assign(found, training_domain=training_domain, held_out=held_out, domain_bytes=DOMAIN_BYTES)
+    sample = splits.training_sample(found, chosen, sample_bytes)
+    say("own tokenizer" if tokenizer_file else "training the tokenizer")
+    loaded = _tokenizer(found, chosen, sample, vocab_size, tokenizer_file)
+    engine = choose_engine(loaded.tokenizer, accelerator, _first_texts(found, chosen))
+    asked = {"vocab_size": vocab_size, "sample_bytes": sample_bytes, "training_domain": training_domain, "seed": seed}
+    with _building(Path(out)) as building:
+        written = _encode_all(found, chosen, loaded, engine, building, say)
+        left_out = _check_sizes(written, block, chosen, Path(shards))
+        manifest = _manifest(loaded, engine, written, left_out, block)
+        manifest["split"] = splits.describe(found, chosen)
+        manifest["training_domain"] = chosen.training_domain
+        manifest["sample"] = {"documents": len(sample), "bytes": sum(sample.values())}
+        manifest["asked"] = {**asked, "tokenizer_file": tokenizer_file is not None, "held_out": held_out}
+        _publish(building, Path(out), loaded.text, manifest)
+    say(f"{manifest['splits']['train']['tokens']} training tokens")
+    return manifest
+
+
+def _silent(message: str) -> None:
+    del message
+
+
+def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block: int) -> None:
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(f"corpus.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}")
+    if sample_bytes < 1:
+        raise InputError(f"corpus.sample_bytes: {sample_bytes}; it must be positive")
+    if not 0 < held_out < 0.4:
+        raise InputError(f"corpus.held_out: {held_out}; it must lie between 0 and 0.4 (validation and test each)")
+    if block < 2:
+        raise InputError(f"block: {block}; a block holds at least two tokens")
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer (Sennrich et al. 2016; byte alphabet as in GPT-2) of at most `vocab_size` ids.
+
+    Id 0 is the end of a text; every byte has an id, so that any text can be encoded and decoded without loss.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_short(texts), trainer)
+    return tokenizer
+
+
+def _short(texts: Iterator[str]) -> Iterator[str]:
+    """`texts` cut into strings of at most `TRAINING_CHARACTERS`, before white space where there is any."""
+    for text in texts:
+        start = 0
+        while start < len(text):
+            stop = start + TRAINING_CHARACTERS
+            if stop < len(text):
+                space = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
+                stop = space if space > start else stop
+            yield text[start:stop]
+            start = stop
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load a `tokenizer.json` for encoding raw text: nothing truncated or padded, special tokens read as plain text."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such tokenizer file") from None
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise InputError(f"{path}: not a tokenizer.json ({error})") from None
+    return parse_tokenizer(text, str(path))
+
+
+def parse_tokenizer(text: str, name: str) -> Tokenizer:
+    """As `load_tokenizer`, from the JSON text; `name` is used in messages."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{name}: not valid JSON ({error})") from None
+    if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
+        raise InputError(f"{name}: no tokenizer of the HF `tokenizers` library: key 'model' is missing")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - the library raises bare `Exception` for every fault in the file
+        raise InputError(f"{name}: the HF `tokenizers` library cannot read it ({error})") from None
+    tokenizer.encode_special_tokens = True  # not saved in the file: set after every load
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer(
+    found: splits.Survey, chosen: splits.Assignment, sample: Any, vocab_size: int, tokenizer_file: str | None
+) -> LoadedTokenizer:
+    if tokenizer_file is None:
+        trained = train_tokenizer(splits.sample_texts(found, chosen, sample), vocab_size)
+        text, name = trained.to_str(pretty=True), "the trained tokenizer"
+    else:
+        name = tokenizer_file
+        load_tokenizer(Path(tokenizer_file))
+        text = Path(tokenizer_file).read_text(encoding="utf-8")
+    tokenizer = parse_tokenizer(text, name)
+    end, added = _end_of_text(tokenizer)
+    if added:
+        text = tokenizer.to_str(pretty=True)
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    lossless = _lossless(tokenizer, _first_texts(found, chosen))
+    if not lossless:
+        log.warning("%s: decoding does not give the text back; bits per byte are not comparable", name)
+    if tokenizer_file is None and size < vocab_size:
+        log.warning("the text gives only %d of the %d tokens asked for", size, vocab_size)
+    return LoadedTokenizer(tokenizer, text, size, end, lossless)
+
+
+def _end_of_text(tokenizer: Tokenizer) -> tuple[int, bool]:
+    """The id that ends a document, and whether it had to be added to a user's tokenizer that has none."""
+    for name in KNOWN_END_TOKENS:
+        if (found := tokenizer.token_to_id(name)) is not None:
+            return found, False
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return int(tokenizer.token_to_id(END_OF_TEXT)), True
+
+
+def _lossless(tokenizer: Tokenizer, texts: list[str]) -> bool:
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    decoded = tokenizer.decode_batch([encoding.ids for encoding in encodings], skip_special_tokens=False)
+    return decoded == texts
+
+
+def _first_texts(found: splits.Survey, chosen: splits.Assignment) -> list[str]:
+    texts: list[str] = []
+    size = 0
+    for piece in islice(splits.pieces(found, chosen), 1000):
+        texts.append(piece.text[: EQUALITY_BYTES - size])
+        size += len(texts[-1])
+        if size >= EQUALITY_BYTES:
+            break
+    return texts
+
+
+def _encode_all(
+    found: splits.Survey,
+    chosen: splits.Assignment,
+    loaded: LoadedTokenizer,
+    engine: Engine,
+    building: Path,
+    say: Progress,
+) -> dict[str, dict[str, Any]]:
+    """Encode every split into token shards in `building`; split name → its manifest entry."""
+    tokenizer_sha256 = hashlib.sha256(loaded.text.encode()).hexdigest()
+    dtype = token_dtype(loaded.vocab_size)
+    metadata = {"tokenizer_sha256": tokenizer_sha256, "end_of_text": str(loaded.end_of_text)}
+    writers = [SplitWriter(building, name, dtype, metadata) for name in chosen.splits]
+    total, done = int(np.where(chosen.split >= 0, chosen.take, 0).sum()), 0
+    for batch in _batched(splits.pieces(found, chosen)):
+        _encode_batch(batch, engine.encode, loaded.end_of_text, writers)
+        done += sum(piece.size for piece in batch)
+        say(f"tokenized {done / 1e6:.1f} of {total / 1e6:.1f} MB")
+    return {writer.name: writer.close() for writer in writers}
+
+
+def _batched(pieces: Iterator[splits.Piece]) -> Iterator[list[splits.Piece]]:
+    batch: list[splits.Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_batch(batch: list[splits.Piece], encode: Encode, end_of_text: int, writers: list[SplitWriter]) -> None:
+    batch.sort(key=lambda piece: piece.split)  # stable: reading order stays within a split
+    ids, lengths = encode([piece.text for piece in batch])
+    stops = np.cumsum(lengths)
+    last = np.array([piece.last for piece in batch])
+    ends = np.searchsorted([piece.split for piece in batch], np.arange(len(writers) + 1))
+    for writer, first, stop in zip(writers, ends, ends[1:], strict=False):
+        if first == stop:
+            continue
+        start = int(stops[first - 1]) if first else 0
+        closing = stops[first:stop][last[first:stop]] - start
+        tokens = np.insert(ids[start : stops[stop - 1]], closing, end_of_text)
+        writer.add(tokens, documents=len(closing), size=sum(piece.size for piece in batch[first:stop]))
+
+
+def _check_sizes(
+    written: dict[str, dict[str, Any]], block: int, chosen: splits.Assignment, shards: Path
+) -> dict[str, str]:
+    """Refuse a core split below one block; a further domain that is too small is left out, with its reason."""
+    left_out = {}
+    for name, entry in written.items():
+        missing = block - entry["tokens"]
+        if missing <= 0:
+            continue
+        reason = f"{entry['tokens']} tokens, {missing} fewer than one block of {block}"
+        if name in splits.CORE_SPLITS:
+            hint = "add text, shorten the sequence, or raise corpus.held_out"
+            raise InputError(f"{shards}: the {name} split of domain {chosen.training_domain!r} has {reason}: {hint}")
+        log.warning("%s is left out: %s", name, reason)
+        left_out[name] = reason
+    return left_out
+
+
+def _manifest(
+    loaded: LoadedTokenizer, engine: Engine, written: dict[str, dict[str, Any]], left_out: dict[str, str], block: int
+) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "vocab_size": loaded.vocab_size,
+        "dtype": token_dtype(loaded.vocab_size).name,
+        "tokenizer_sha256": hashlib.sha256(loaded.text.encode()).hexdigest(),
+        "end_of_text": loaded.end_of_text,
+        "lossless": loaded.lossless,
+        "block": block,
+        "engine": engine.name,
+        "engine_version": engine.version,
+        "engine_note": engine.note,
+        "splits": {name: entry for name, entry in written.items() if name not in left_out},
+        "left_out": left_out,
+    }
+
+
+@contextlib.contextmanager
+def _building(out: Path) -> Iterator[Path]:
+    """A fresh folder inside `out` in which everything is made; what a killed run left there is removed first."""
+    building = out / ".building"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir()
+        yield building
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InputError(f"{out}: the disk is full; what was there before is unchanged") from None
+        raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _publish(building: Path, out: Path, tokenizer_text: str, manifest: dict[str, Any]) -> None:
+    """Move the finished files to their names. Between the two manifests there is none, so no mixture is ever read."""
+    (building / "tokenizer.json").write_text(tokenizer_text, encoding="utf-8")
+    write_json(building / "manifest.json", manifest)
+    files = [shard["file"] for entry in manifest["splits"].values() for shard in entry["shards"]]
+    (out / "manifest.json").unlink(missing_ok=True)
+    for path in sorted(out.glob("*-?????.arrow")):
+        if path.name not in files:
+            path.unlink()
+    for name in (*files, "tokenizer.json", "manifest.json"):
+        os.replace(building / name, out / name)
