@@ -1,0 +1,1 @@
+"""Longer implementations that the variants of each axis refer to."""
