@@ -14,18 +14,7 @@ from torch.nn import functional as F
 
 from lmperf import reference
 from lmperf.recipe import BuildContext, Recipe
-from lmperf.records import ModelShape
-
-#: Published sizes (d_model, d_ff, layers, heads) and the small ones that a laptop trains in minutes.
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"d_model": 64, "d_ff": 256, "layers": 2, "heads": 4},
-    "laptop": {"d_model": 128, "d_ff": 512, "layers": 4, "heads": 4},
-    "base": {"d_model": 256, "d_ff": 1024, "layers": 4, "heads": 4},
-    "small": {"d_model": 768, "d_ff": 3072, "layers": 12, "heads": 12},
-    "medium": {"d_model": 1024, "d_ff": 4096, "layers": 24, "heads": 16},
-    "large": {"d_model": 1280, "d_ff": 5120, "layers": 36, "heads": 20},
-    "xl": {"d_model": 2560, "d_ff": 10240, "layers": 32, "heads": 32},
-}
+from lmperf.records import InputError, ModelShape
 
 
 class Cache(Protocol):
@@ -179,6 +168,8 @@ def build(
     shape = recipe.shape(shape)
     context = context or BuildContext(shape=shape, device=device, seed=seed)
     model: nn.Module = skeleton(shape, recipe, seed).to(device=device, dtype=recipe.precision.parameters)
+    if recipe.precision.convert is not None:
+        model = recipe.precision.convert(model)
     model = apply_transforms(model, recipe.transforms, context)
     return recipe.parallel.wrap(model, context) if recipe.parallel is not None else model
 
@@ -205,11 +196,15 @@ def autocast(recipe: Recipe, device: str) -> Any:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one training step tells: loss (nats), gradient norm before clipping, and whether the update was applied."""
+    """What one training step tells: loss (nats), gradient norm before clipping, whether the update was left out.
+
+    `scale` is the loss scale that this step was taken with; None without a scaler.
+    """
 
     loss: Tensor
     gradient_norm: Tensor
     skipped: bool = False
+    scale: float | None = None
 
 
 class TrainingStep:
@@ -253,6 +248,8 @@ class TrainingStep:
     def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
         """Forward and backward over all micro-batches; returns the mean loss, detached."""
         parts = self.recipe.accumulate
+        if x.shape[0] % parts:
+            raise InputError(f"batch_size {x.shape[0]} cannot be cut into {parts} equal micro-batches")
         total = torch.zeros((), device=x.device)
         for part_x, part_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
             with ExitStack() as stack:
@@ -274,24 +271,19 @@ class TrainingStep:
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(targets, self.clip)
-        skipped = False
+        skipped, scale = False, None
         if self.scaler:
-            self.scaler.step(self.optimizer)
+            scale = self.scaler.get_scale()
             skipped = not bool(torch.isfinite(norm))
-            if self.recipe.precision.scaler == "dynamic":
-                self.scaler.update()
-            else:
-                self._forget_update()
+            self.scaler.step(self.optimizer)
+            # "frozen" is the loop that leaves update() out.  GradScaler itself then stops the loop at its second
+            # step with a RuntimeError (`numerics.missing_update_error`); where that guard is absent or worked round,
+            # the scale never moves, and a gradient that overflows at it is skipped for ever.  That is what runs here.
+            self.scaler.update(new_scale=None if self.recipe.precision.scaler == "dynamic" else scale)
         else:
             self.optimizer.step()
         self._copy_masters()
-        return StepReport(loss=loss, gradient_norm=norm, skipped=skipped)
-
-    def _forget_update(self) -> None:
-        # GradScaler refuses a second unscale_ before update(); this is what a loop that only omits update() by
-        # making a fresh scaler, or catching that error, would see: the scale never moves.
-        scale = self.scaler.get_scale()
-        self.scaler.update(new_scale=scale)
+        return StepReport(loss=loss, gradient_norm=norm, skipped=skipped, scale=scale)
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
