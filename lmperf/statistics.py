@@ -135,17 +135,24 @@ def signed_rank_p(log_ratios: ArrayLike, bound: float = 0.0) -> float:
     return float(min(1.0, 2.0 * min(one_sided_p(values, bound), one_sided_p(-values, -bound))))
 
 
-def claim_p(log_ratios: ArrayLike, delta: float) -> Floats:
-    """P value of the strongest claim that each row of log ratios (shape (..., n)) supports about the margins 1 ± delta.
+def claim_p(log_ratios: ArrayLike, delta: float, same_delta: float | None = None) -> Floats:
+    """P value of the strongest claim that each row of log ratios (shape (..., n)) supports about the margins.
 
-    Either "beyond a margin" (twice the smaller one-sided p) or "between them" (two one-sided tests, twice the larger):
-    just one of the two can be false, so the smaller p stands for the arm in Holm's correction.
+    The claims: beyond 1 ± delta (twice the smaller one-sided p); within 1 ± same_delta (two one-sided tests, twice the
+    larger); within 1 ± delta and yet not 1. Of these only mirrored pairs can be false together, and each is taken at
+    half its level, so that the smallest of them stands for the arm in Holm's correction.
     """
     values = np.asarray(log_ratios, dtype=float)
     low, high = math.log1p(-delta), math.log1p(delta)
     beyond = np.minimum(one_sided_p(values, low), one_sided_p(-values, -high))
-    between = np.maximum(one_sided_p(-values, -low), one_sided_p(values, high))
-    return np.minimum(1.0, 2.0 * np.minimum(beyond, between))
+    same = _within_p(values, delta if same_delta is None else same_delta)
+    unequal = np.minimum(one_sided_p(values, 0.0), one_sided_p(-values, 0.0))
+    small = np.maximum(_within_p(values, delta), unequal)
+    return np.minimum(1.0, 2.0 * np.minimum(np.minimum(beyond, same), small))
+
+
+def _within_p(values: Floats, delta: float) -> Floats:
+    return np.maximum(one_sided_p(-values, -math.log1p(-delta)), one_sided_p(values, math.log1p(delta)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -166,11 +173,13 @@ def verdict(
     capped: bool = False,
     words: tuple[str, str] = SPEED_WORDS,
     p_one: float | None = None,
+    same_delta: float | None = None,
 ) -> str:
     """One word of `records.VERDICTS` for a ratio's interval and the margins 1 ± delta.
 
     `p_holm` is the Holm-adjusted `claim_p` of this arm (None: a single arm); above 5 % nothing is claimed. `p_one` is
-    the adjusted p against "no difference", which decides between "same" and "small difference". `capped`: a red badge.
+    the adjusted p against "no difference", needed for "small difference". `same_delta` is the smallest effect of
+    interest where the noise floor has widened delta: noise must not make things "same". `capped`: a red badge.
     """
     if found is None or capped or (p_holm is not None and p_holm > ALPHA):
         return "inconclusive"
@@ -179,10 +188,13 @@ def verdict(
         return good
     if found.low > 1 + delta:
         return bad
-    if 1 - delta <= found.low and found.high <= 1 + delta:
-        differs = found.excludes_1 and (p_one is None or p_one <= ALPHA)
-        return "small difference" if differs else "same"
-    return "inconclusive"
+    if found.excludes_1 and (p_one is None or p_one <= ALPHA) and _within(found, delta):
+        return "small difference"
+    return "same" if _within(found, delta if same_delta is None else same_delta) else "inconclusive"
+
+
+def _within(found: Interval, delta: float) -> bool:
+    return 1 - delta <= found.low and found.high <= 1 + delta
 
 
 @dataclass(frozen=True)
@@ -202,16 +214,19 @@ def judge_arms(
     lower_is_better: bool = True,
     capped: frozenset[str] = frozenset(),
     words: tuple[str, str] = SPEED_WORDS,
+    same_delta: float | None = None,
 ) -> dict[str, Finding]:
     """Findings of all arms of a session at one cell and metric from their log ratios, Holm-corrected over the arms."""
     able = [name for name, values in arms.items() if len(values) >= FEWEST_ROUNDS]
-    claims = dict(zip(able, holm([float(claim_p(arms[name], delta)) for name in able]), strict=True))
+    claims = dict(zip(able, holm([float(claim_p(arms[name], delta, same_delta)) for name in able]), strict=True))
     ones = dict(zip(able, holm([signed_rank_p(arms[name]) for name in able]), strict=True))
     findings = {}
     for name, values in arms.items():
         found, p_holm, p_one = interval(values), claims.get(name), ones.get(name)
-        options = {"lower_is_better": lower_is_better, "words": words, "capped": name in capped}
-        word = verdict(found, delta, p_holm=p_holm, p_one=p_one, **options)
+        word = verdict(
+            found, delta, lower_is_better=lower_is_better, words=words, capped=name in capped,
+            p_holm=p_holm, p_one=p_one, same_delta=same_delta,
+        )  # fmt: skip
         findings[name] = Finding(found, p_holm, p_one, word)
     return findings
 

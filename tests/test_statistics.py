@@ -57,12 +57,16 @@ def test_the_interval_is_student_below_six_rounds_and_all_of_the_data_at_six(kin
         assert np.allclose(high, reference[1])
 
 
-def wrong_share(values: np.ndarray, truth: np.ndarray, delta: float) -> float:
+def wrong_share(values: np.ndarray, truth: np.ndarray, delta: float, same_delta: float | None = None) -> float:
     """Share of sessions in which any arm gets a word that is false for its true log effect."""
     wrong = 0
     for session in values:
-        findings = s.judge_arms({str(i): row for i, row in enumerate(session)}, delta)
-        wrong += any(is_wrong(findings[str(i)].verdict, effect, delta) for i, effect in enumerate(truth))
+        findings = s.judge_arms({str(i): row for i, row in enumerate(session)}, delta, same_delta=same_delta)
+        words = [findings[str(i)].verdict for i in range(len(truth))]
+        wrong += any(
+            is_wrong(word, effect, same_delta or delta if word == "same" else delta)
+            for word, effect in zip(words, truth, strict=True)
+        )
     return wrong / len(values)
 
 
@@ -84,6 +88,14 @@ def test_any_false_verdict_in_a_session_of_five_arms_is_rarer_than_5_percent(kin
     truth = np.array([0.0, math.log1p(-delta), on_the_margin, -0.25, 0.2])
     values = log_ratios(kind, rounds, arms=5, sessions=400) + truth[:, None]
     assert wrong_share(values, truth, delta) <= 0.05
+
+
+@pytest.mark.parametrize("rounds", [3, 6, 9])
+def test_a_margin_widened_by_noise_makes_nothing_the_same(rounds):
+    """With a floor of 8 % an effect just over the 2 % of interest is not called "same" more often than 5 %."""
+    truth = np.full(3, math.log(1.0201))
+    values = log_ratios("normal", rounds, arms=3, sessions=400) + truth[:, None]
+    assert wrong_share(values, truth, 0.08, 0.02) <= 0.05
 
 
 @pytest.mark.parametrize("kind", NOISES)
