@@ -1,0 +1,334 @@
+"""Quality runs: one recipe trained from one seed to a fixed number of tokens, and what it is worth afterwards."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lmperf import evaluation, registry
+from lmperf.evaluation import Windows
+from lmperf.machine import fingerprint, machine
+from lmperf.model import StepReport, TrainingStep, apply_runtime, apply_transforms, build
+from lmperf.provenance import provenance, scrub
+from lmperf.recipe import BuildContext, Recipe
+from lmperf.records import InputError, QualitySpec, to_json, write_json
+from lmperf.reference import LoaderSource
+from lmperf.stability import StepRecord, stability
+from lmperf.workloads.base import Unsupported
+
+log = logging.getLogger(__name__)
+
+FINAL_RATE = 0.1  # share of the learning rate left at the end of the cosine
+HOPELESS = 50  # steps in a row without a finite loss and an applied update, after which a run is ended
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError,
+            ImportError, OSError, MemoryError)  # fmt: skip
+
+
+class OutOfTime(RuntimeError):
+    """The run's time limit was reached."""
+
+
+@dataclass
+class Run:
+    """Everything one quality run holds while it trains."""
+
+    spec: QualitySpec
+    recipe: Recipe
+    model: nn.Module
+    step: TrainingStep
+    validation: Windows
+    steps: StepRecord = field(default_factory=StepRecord)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    underflow: dict[str, float] | None = None
+    trained_s: float = 0.0  # in steps only, evaluation left out
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target tokens that one step learns from."""
+        return self.spec.batch_size * self.spec.sequence_length
+
+
+def train(spec: QualitySpec, out: Path) -> dict[str, Any]:
+    """Do one quality run and write its outcome to the file `out`; any failure of the recipe is a typed outcome.
+
+    Bad input (no such variant, tokens that the vocabulary does not hold) raises `InputError` and writes nothing.
+    """
+    outcome = empty_outcome(spec)
+    start = time.perf_counter()
+    try:
+        outcome |= quality_run(spec)
+    except InputError:
+        raise
+    except FAILURES as error:
+        outcome |= {"status": failure_status(error), "reason": failure_reason(error)}
+    outcome["wall_s"] = time.perf_counter() - start
+    write_json(out, outcome)
+    return outcome
+
+
+def empty_outcome(spec: QualitySpec) -> dict[str, Any]:
+    """The outcome of a run of which nothing is known yet: every key, nothing measured."""
+    nothing = {"loss": None, "bits_per_byte": None}
+    return {
+        "schema": 1, "spec": {**to_json(spec), "data": scrub(spec.data)}, "status": "crashed", "reason": None,
+        "curve": [], "final": nothing, "before_finish": None, "held_out": None, "domains": {}, "long_context": None,
+        "long_context_reason": None, "stability": None, "gradient_underflow": None, "tokens_per_s": None,
+        "timing_note": "from an untimed run: not a benchmark", "peak_memory_bytes": None, "wall_s": None,
+        "time_to_target_s": None, "target": None, "provenance": provenance(spec), "fingerprint": fingerprint(machine()),
+    }  # fmt: skip
+
+
+def failure_status(error: BaseException) -> str:
+    """The typed status of what a recipe raised."""
+    if isinstance(error, OutOfTime):
+        return "timeout"
+    if isinstance(error, torch.OutOfMemoryError):
+        return "oom_device"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "oom_host"
+    return "unsupported" if isinstance(error, (Unsupported, NotImplementedError)) else "crashed"
+
+
+def failure_reason(error: BaseException) -> str:
+    """One line about an error, without paths."""
+    lines = str(error).strip().splitlines() or [""]
+    kind = "" if isinstance(error, (OutOfTime, Unsupported)) else f"{type(error).__name__}: "
+    return scrub(f"{kind}{lines[0]}")[:300]
+
+
+def quality_run(spec: QualitySpec) -> dict[str, Any]:
+    """Train and evaluate; the parts of the outcome that are then known."""
+    for key in spec.variants:
+        if reason := registry.get(key, spec.plugins).unavailable():
+            return {"status": "unsupported", "reason": f"{key}: {reason}"}
+    recipe = registry.compose(spec.variants, spec.plugins)
+    if recipe.parallel is not None and recipe.parallel.world_size > 1:
+        return {"status": "unsupported", "reason": "a quality run is one process; this recipe needs several"}
+    settle_process(spec, recipe)
+    with tempfile.TemporaryDirectory(prefix="lmperf-train-") as scratch:
+        run = prepare(spec, recipe, Path(scratch))
+        train_steps(run, batches_of(spec, recipe, Path(scratch)))
+        return conclude(run)
+
+
+def settle_process(spec: QualitySpec, recipe: Recipe) -> None:
+    """Threads, seeds and the recipe's process-wide settings: what makes two runs of one spec agree."""
+    torch.set_num_threads(spec.threads)
+    random.seed(spec.seed)
+    np.random.seed(spec.seed % 2**32)
+    torch.manual_seed(spec.seed)
+    apply_runtime(recipe)
+    if spec.device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+
+
+def batches_of(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """The recipe's own loader over the training split; its order depends on the seed alone, so runs pair up."""
+    texts = spec.options.get("texts")
+    source = LoaderSource(
+        tokens=Path(spec.data), split="train", batch_size=spec.batch_size, length=spec.sequence_length,
+        seed=spec.seed, texts=Path(texts) if texts else None, scratch=scratch,
+    )  # fmt: skip
+    return recipe.loader(source)
+
+
+def prepare(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Run:
+    """Build model, step and validation windows; a vocabulary that does not hold the tokens is an `InputError`."""
+    context = BuildContext(
+        shape=recipe.shape(spec.model), device=spec.device, seed=spec.seed,
+        batches=lambda: on_device(batches_of(spec, recipe, scratch), spec.device),
+    )  # fmt: skip
+    check_vocabulary(spec)
+    model = build(spec.model, recipe, seed=spec.seed, device=spec.device, context=context)
+    step = TrainingStep(
+        model, recipe, learning_rate=spec.learning_rate, device=spec.device, clip=spec.clip,
+        weight_decay=spec.weight_decay,
+    )  # fmt: skip
+    return Run(spec, recipe, model, step, windows(spec, "validation", spec.sequence_length))
+
+
+def check_vocabulary(spec: QualitySpec) -> None:
+    """Refuse tokens that the model's vocabulary does not hold."""
+    from lmperf.corpus.datasets import TokenData
+
+    size = TokenData.open(spec.data, "train").vocab_size
+    if size > spec.model.vocab_size:
+        raise InputError(f"{spec.data}: tokens of a vocabulary of {size}; the model's holds {spec.model.vocab_size}")
+
+
+def windows(spec: QualitySpec, split: str, length: int) -> Windows:
+    """The evaluation windows of a split, about the same number of tokens at every length."""
+    batch = max(1, spec.batch_size * spec.sequence_length // length)
+    return evaluation.held_out_windows(
+        spec.data, split, length=length, batch_size=batch, batches=spec.evaluation_batches
+    )
+
+
+def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches moved to the device (nothing is copied when they are there)."""
+    for x, y in batches:
+        yield x.to(device), y.to(device)
+
+
+def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, then a cosine down to `FINAL_RATE` (Loshchilov and Hutter 2017)."""
+    warmup = min(warmup, steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - 1 - warmup)
+    return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_rates(optimizer: torch.optim.Optimizer, rates: list[float], factor: float) -> None:
+    """Scale every group's own learning rate by `factor`, in place where it is a tensor (compiled optimizers)."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * factor)
+        else:
+            group["lr"] = rate * factor
+
+
+def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """All steps with an evaluation before the first, every `evaluate_every` and after the last."""
+    spec = run.spec
+    rates = [float(group["lr"]) for group in run.step.optimizer.param_groups]
+    begun = time.perf_counter()
+    add_evaluation(run, 0)
+    for number, (x, y) in zip(range(spec.steps), batches, strict=False):
+        set_rates(run.step.optimizer, rates, learning_rate_factor(number, spec.steps, spec.warmup_steps))
+        timed_step(run, x, y)
+        if (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.steps:
+            add_evaluation(run, number + 1)
+        if run.steps.trailing_failures() >= HOPELESS and number + 1 < spec.steps:
+            add_evaluation(run, number + 1)
+            break
+        if time.perf_counter() - begun > spec.time_limit_s:
+            raise OutOfTime(f"time limit of {spec.time_limit_s:.0f} s reached at step {number + 1} of {spec.steps}")
+
+
+def timed_step(run: Run, x: Tensor, y: Tensor) -> None:
+    """One step, its wall time and its record; reading loss and norm waits for the device."""
+    scaler = run.step.scaler
+    start = time.perf_counter()
+    report: StepReport = run.step(x.to(run.spec.device), y.to(run.spec.device))
+    loss, norm = report.loss.item(), float(report.gradient_norm)
+    run.trained_s += time.perf_counter() - start
+    run.steps.add(loss, norm, report.skipped, None if scaler is None else scaler.get_scale())
+
+
+def add_evaluation(run: Run, step: int) -> None:
+    """Append a point to the curve: the validation loss after `step` steps."""
+    if run.curve and run.curve[-1]["step"] == step:
+        return
+    found = evaluation.evaluate_score(run.model, run.recipe, run.validation, run.spec.device)
+    if step:
+        run.underflow = gradient_underflow(run.model, run.step) or run.underflow
+    run.curve.append({"step": step, "tokens": step * run.tokens_per_step, "wall_s": run.trained_s, **found})
+    log.info("%s: step %d, loss %s", run.spec.run, step, found["loss"])
+
+
+def gradient_underflow(model: nn.Module, step: TrainingStep) -> dict[str, float] | None:
+    """Share of exactly zero elements among the gradients of each layer's matrices, and over all (`total`).
+
+    The embeddings are left out: rows that a batch does not use have a true gradient of zero.
+    """
+    zeros: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None or parameter.dim() < 2 or "embedding" in name or name.startswith("position"):
+            continue
+        layer = ".".join(name.removeprefix("_orig_mod.").split(".")[:2])
+        zeros[layer] = zeros.get(layer, 0) + int((parameter.grad == 0).sum())
+        sizes[layer] = sizes.get(layer, 0) + parameter.grad.numel()
+    if not sizes:
+        return None
+    return {"total": sum(zeros.values()) / sum(sizes.values()), **{key: zeros[key] / sizes[key] for key in sizes}}
+
+
+def conclude(run: Run) -> dict[str, Any]:
+    """What the trained model is worth: final loss, stability, generalisation, and after-training transforms."""
+    spec = run.spec
+    steady = stability(run.steps, [point["loss"] for point in run.curve])
+    last = {key: run.curve[-1][key] for key in ("loss", "bits_per_byte")}
+    outcome: dict[str, Any] = {
+        "status": "unstable" if steady["diverged"] else "ok", "reason": steady["diverged_reason"], "curve": run.curve,
+        "stability": steady, "gradient_underflow": run.underflow, "final": last,
+        "tokens_per_s": len(run.steps.losses) * run.tokens_per_step / run.trained_s if run.trained_s else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if spec.device.startswith("cuda") else None,
+        **time_to_target(run.curve, spec.options.get("target_bits_per_byte")),
+    }  # fmt: skip
+    if run.recipe.finish:
+        finish(run)
+        found = evaluation.evaluate_score(run.model, run.recipe, run.validation, spec.device)
+        outcome |= {"before_finish": last, "final": found}
+    return outcome | generalisation(run)
+
+
+def finish(run: Run) -> None:
+    """Apply the recipe's after-training transforms (quantisation, pruning, fine-tuning)."""
+    spec = run.spec
+    with tempfile.TemporaryDirectory(prefix="lmperf-finish-") as scratch:
+        context = BuildContext(
+            shape=run.recipe.shape(spec.model), device=spec.device, seed=spec.seed,
+            batches=lambda: on_device(batches_of(spec, run.recipe, Path(scratch)), spec.device),
+        )  # fmt: skip
+        run.model = apply_transforms(run.model, run.recipe.finish, context)
+
+
+def time_to_target(curve: list[dict[str, Any]], target: float | None) -> dict[str, Any]:
+    """Training seconds, interpolated, to `target` bits per byte; a miss is None with reached False."""
+    if target is None:
+        return {"time_to_target_s": None, "target": None}
+    known = [point for point in curve if point["bits_per_byte"] is not None]
+    for before, after in zip(known, known[1:], strict=False):
+        if after["bits_per_byte"] <= target < before["bits_per_byte"]:
+            share = (before["bits_per_byte"] - target) / (before["bits_per_byte"] - after["bits_per_byte"])
+            seconds = before["wall_s"] + share * (after["wall_s"] - before["wall_s"])
+            return {"time_to_target_s": seconds, "target": {"bits_per_byte": target, "reached": True}}
+    return {"time_to_target_s": None, "target": {"bits_per_byte": target, "reached": False}}
+
+
+def generalisation(run: Run) -> dict[str, Any]:
+    """Held-out text of the same source, every further domain, and a context longer than trained."""
+    spec = run.spec
+    splits = evaluation.split_names(spec.data)
+
+    def scored(split: str) -> dict[str, float | None]:
+        found = windows(spec, split, spec.sequence_length)
+        return evaluation.evaluate_score(run.model, run.recipe, found, spec.device)
+
+    domains = {name.removeprefix("domain."): scored(name) for name in splits if name.startswith("domain.")}
+    return {"held_out": scored("test") if "test" in splits else None, "domains": domains, **longer(run)}
+
+
+def longer(run: Run) -> dict[str, Any]:
+    """The long-context evaluation, or the reason why there is none."""
+    spec = run.spec
+    length = spec.sequence_length * spec.long_context
+    reason = None
+    if spec.long_context < 2:
+        reason = "not asked for"
+    elif run.recipe.shape(spec.model).position != "rotary":
+        reason = "learned positions end at the trained length; rotary positions are needed"
+    else:
+        try:
+            found = windows(spec, "validation", length)
+        except InputError as error:
+            reason = failure_reason(error)
+    if reason:
+        return {"long_context": None, "long_context_reason": reason}
+    return {
+        "long_context": evaluation.long_context(run.model, run.recipe, found, spec.sequence_length, spec.device),
+        "long_context_reason": None,
+    }
