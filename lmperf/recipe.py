@@ -58,6 +58,7 @@ class Precision:
     scaler: str | None = None
     matmul: str = "highest"  # torch.set_float32_matmul_precision
     tf32: bool = False
+    convert: Callable[[nn.Module], nn.Module] | None = None  # linear layers of another number format (fp8)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point with one dynamic scale a tensor (Micikevicius et al. 2022, arXiv 2209.05433)."""
+"""Linear layers in 8-bit floating point, one dynamic scale a tensor (Micikevicius et al. 2022, arXiv 2209.05433)."""
 
 from __future__ import annotations
 

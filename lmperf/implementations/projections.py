@@ -12,7 +12,7 @@ from lmperf.records import ModelShape
 
 
 def accept_separate(module: nn.Module, merged: str, parts: tuple[str, ...]) -> None:
-    """Let `module.<merged>` load a state dict that holds `<part>.weight` and `<part>.bias` of `parts`, in this order."""
+    """Let `module.<merged>` load a state dict that holds weight and bias of `parts` apart, joined in this order."""
 
     def join(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: Any) -> None:
         for kind in ("weight", "bias"):

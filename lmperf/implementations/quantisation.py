@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights: dynamic, static and weight-only, and the fake-quantised layer they are trained as."""
+"""Linear layers with int8 weights: dynamic, static, weight-only, and the fake-quantised one they are trained as."""
 
 from __future__ import annotations
 

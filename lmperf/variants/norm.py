@@ -55,9 +55,7 @@ def dynamic_eps_as_written(recipe: Recipe) -> Recipe:
     return recipe.replace(norm=partial(DynamicLayerNorm, floor=None))
 
 
-@variant(
-    "norm", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=lambda recipe: recipe.replace(norm=ManualRMSNorm)
-)
+@variant("norm", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=lambda recipe: recipe.replace(norm=ManualRMSNorm))
 def rmsnorm(recipe: Recipe) -> Recipe:
     """RMSNorm with ε = 1e-6: no mean is subtracted and there is no bias (Zhang and Sennrich 2019)."""
     return recipe.replace(norm=reference.rms_norm)
