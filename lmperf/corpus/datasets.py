@@ -121,7 +121,7 @@ class TokenData:
             raise IndexError(
                 f"window [{wrong}, {wrong + length}) is outside the {self.size_tokens} tokens of {self.split}"
             )
-        if len(self.mapped) == 1:
+        if len(self.mapped) == 1 and indices.size:
             return _sliding(self.mapped[0], length)[indices]
         out = np.empty((len(indices), length), dtype=self.mapped[0].dtype)
         for row, start in enumerate(indices.tolist()):

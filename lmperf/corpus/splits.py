@@ -210,11 +210,18 @@ def pieces(found: Survey, chosen: Assignment) -> Iterator[Piece]:
     number = 0
     for path in found.files:
         for batch in _record_batches(path):
-            column = batch.column("text")
-            for row in range(len(column)):
-                if chosen.split[number] >= 0 and chosen.take[number]:
-                    yield from _document_pieces(number, column[row].as_buffer(), chosen)
+            text, offsets = _text_buffer(batch)
+            for start, stop in zip(offsets, offsets[1:], strict=False):
+                if stop > start and chosen.split[number] >= 0:
+                    yield from _document_pieces(number, text.slice(start, stop - start), chosen)
                 number += 1
+
+
+def _text_buffer(batch: pa.RecordBatch) -> tuple[pa.Buffer, list[int]]:
+    """The texts of a batch as one mapped buffer and the offsets in it; Arrow's own scalars would copy each text."""
+    column = batch.column("text").cast(pa.large_string())
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64)[column.offset : column.offset + len(column) + 1]
+    return column.buffers()[2] or pa.py_buffer(b""), offsets.tolist()
 
 
 def _document_pieces(number: int, text: pa.Buffer, chosen: Assignment) -> Iterator[Piece]:
@@ -223,9 +230,15 @@ def _document_pieces(number: int, text: pa.Buffer, chosen: Assignment) -> Iterat
             end = min(stop, start + PIECE_BYTES)
             if end < stop:
                 end = start + cut_point(text.slice(start), PIECE_BYTES)
-            part = text.slice(start, end - start).to_pybytes()
-            yield Piece(split, part.decode(), end - start, end == stop, number)
+            yield Piece(split, _decoded(text.slice(start, end - start), number), end - start, end == stop, number)
             start = end
+
+
+def _decoded(part: pa.Buffer, number: int) -> str:
+    try:
+        return part.to_pybytes().decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"document {number} of the shards is not valid UTF-8 ({error}); run `lmperf ingest`") from None
 
 
 def training_sample(found: Survey, chosen: Assignment, limit: int) -> Mapping[int, int]:
@@ -248,20 +261,25 @@ def sample_texts(found: Survey, chosen: Assignment, sample: Mapping[int, int]) -
     number = 0
     for path in found.files:
         for batch in _record_batches(path):
-            wanted = [row for row in range(len(batch)) if number + row in sample]
-            for row in wanted:
-                text = batch.column("text")[row].as_buffer()
+            buffer, offsets = _text_buffer(batch)
+            for row in (row for row in range(len(batch)) if number + row in sample):
+                text = buffer.slice(offsets[row], offsets[row + 1] - offsets[row])
                 stop = next((stop for split, _, stop in chosen.parts(number + row, text) if split == 0), 0)
-                yield text.slice(0, cut_point(text, min(stop, sample[number + row]))).to_pybytes().decode()
+                yield _decoded(text.slice(0, cut_point(text, min(stop, sample[number + row]))), number + row)
             number += len(batch)
 
 
 def describe(found: Survey, chosen: Assignment) -> dict[str, Any]:
-    """How the corpus was split, for the manifest."""
+    """How the corpus was split, for the manifest; `cut_documents` were tokenized in several pieces."""
     used = np.where(chosen.split >= 0, chosen.take, 0)
     capped = {
         name: {"documents": int((found.domain == index).sum()), "bytes": found.bytes_of(name)}
         for index, name in enumerate(found.domains)
         if used[found.domain == index].sum() < found.bytes_of(name)
     }
-    return {"by": chosen.by, "held_out": chosen.held_out, "capped_domains": capped}
+    return {
+        "by": chosen.by,
+        "held_out": chosen.held_out,
+        "capped_domains": capped,
+        "cut_documents": int((used > PIECE_BYTES).sum()),
+    }

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from lmperf.corpus import splits
 from lmperf.corpus.accelerator import Encode, Engine, choose_engine
 from lmperf.corpus.token_shards import SplitWriter, token_dtype
-from lmperf.records import InputError, write_json
+from lmperf.records import CheckFailed, InputError, write_json
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,12 @@ END_OF_TEXT = "<|endoftext|>"
 KNOWN_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a text
 DOMAIN_BYTES = 2 << 20  # text kept of each further domain: enough for a stable loss, small enough to be read often
+LONGEST_TOKEN = 64  # bytes; one long run of the same characters must not fill the vocabulary with its halves
 TRAINING_CHARACTERS = 4096  # the trainer's time and memory grow with the square of an unbroken piece
 BATCH_BYTES = 2 << 20  # text handed to the encoder at once (HF `tokenizers` needs about 100 bytes a token)
+LOSSLESS_CHARACTERS = 2000  # of each of the first 100 texts: decoded again and compared
 EQUALITY_BYTES = 256 << 10  # text of this run on which an accelerator has to agree first
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Progress = Callable[[str], None]
 
 
@@ -116,6 +120,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
+        max_token_length=LONGEST_TOKEN,
     )
     tokenizer.train_from_iterator(_short(texts), trainer)
     return tokenizer
@@ -153,6 +158,8 @@ def parse_tokenizer(text: str, name: str) -> Tokenizer:
         raise InputError(f"{name}: not valid JSON ({error})") from None
     if not isinstance(value, dict) or not isinstance(value.get("model"), dict):
         raise InputError(f"{name}: no tokenizer of the HF `tokenizers` library: key 'model' is missing")
+    if value["model"].get("dropout"):
+        raise InputError(f"{name}: model.dropout is {value['model']['dropout']}: ids would be random; set it to null")
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 - the library raises bare `Exception` for every fault in the file
@@ -196,6 +203,7 @@ def _end_of_text(tokenizer: Tokenizer) -> tuple[int, bool]:
 
 
 def _lossless(tokenizer: Tokenizer, texts: list[str]) -> bool:
+    texts = [text[:LOSSLESS_CHARACTERS] for text in texts[:100]]
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     decoded = tokenizer.decode_batch([encoding.ids for encoding in encodings], skip_special_tokens=False)
     return decoded == texts
@@ -300,19 +308,26 @@ def _manifest(
 
 @contextlib.contextmanager
 def _building(out: Path) -> Iterator[Path]:
-    """A fresh folder inside `out` in which everything is made; what a killed run left there is removed first."""
-    building = out / ".building"
+    """A fresh folder inside `out` in which everything is made; what killed runs left there is removed first.
+
+    Its name is new every time: an orphan of a killed run may still be writing and must not meet this run's files.
+    """
+    building = None
     try:
         out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir()
+        for left in out.glob(".building-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=out))
         yield building
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InputError(f"{out}: the disk is full; what was there before is unchanged") from None
+        if error.errno in FULL:
+            raise InputError(f"{out}: no space to write ({os.strerror(error.errno)}); what was there is kept") from None
+        if building is not None and not building.exists():
+            raise CheckFailed(f"{out}: another run of the tokenize stage took this folder over") from None
         raise
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        if building is not None:
+            shutil.rmtree(building, ignore_errors=True)
 
 
 def _publish(building: Path, out: Path, tokenizer_text: str, manifest: dict[str, Any]) -> None:
