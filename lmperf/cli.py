@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import click
 import typer
@@ -29,13 +29,13 @@ app = typer.Typer(
 )
 
 ConfigFiles = Annotated[
-    Optional[list[str]],
+    list[str] | None,
     typer.Option("--config", metavar="FILE", help="Configuration; repeat to overlay (default: config.yaml)."),
 ]
-Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Change one key.")]
-Spec = Annotated[Optional[str], typer.Option("--spec", metavar="JSON", help="The stage's spec (used by the workflow).")]
-Data = Annotated[Optional[str], typer.Option("--data", metavar="DIR", help="Folder of corpus stages.")]
-Reports = Annotated[Optional[str], typer.Option("--reports", metavar="DIR", help="Folder of results.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one key.")]
+Spec = Annotated[str | None, typer.Option("--spec", metavar="JSON", help="The stage's spec (used by the workflow).")]
+Data = Annotated[str | None, typer.Option("--data", metavar="DIR", help="Folder of corpus stages.")]
+Reports = Annotated[str | None, typer.Option("--reports", metavar="DIR", help="Folder of results.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -160,9 +160,7 @@ def profile(
 
 @app.command()
 def measure(
-    session: Annotated[
-        Optional[list[str]], typer.Option("--session", metavar="NAME", help="Only this session.")
-    ] = None,
+    session: Annotated[list[str] | None, typer.Option("--session", metavar="NAME", help="Only this session.")] = None,
     config: ConfigFiles = None,
     set_: Overrides = None,
     spec: Spec = None,
@@ -175,7 +173,7 @@ def measure(
 
 @app.command()
 def train(
-    run_name: Annotated[Optional[list[str]], typer.Option("--run", metavar="NAME", help="Only this run.")] = None,
+    run_name: Annotated[list[str] | None, typer.Option("--run", metavar="NAME", help="Only this run.")] = None,
     config: ConfigFiles = None,
     set_: Overrides = None,
     spec: Spec = None,
@@ -243,8 +241,8 @@ def plan(config: ConfigFiles = None, set_: Overrides = None, as_json: AsJson = F
 
 @app.command()
 def variants(
-    axis: Annotated[Optional[str], typer.Option("--axis", metavar="AXIS", help="Only this axis.")] = None,
-    plugin: Annotated[Optional[list[str]], typer.Option("--plugin", metavar="FILE", help="Load this plugin.")] = None,
+    axis: Annotated[str | None, typer.Option("--axis", metavar="AXIS", help="Only this axis.")] = None,
+    plugin: Annotated[list[str] | None, typer.Option("--plugin", metavar="FILE", help="Load this plugin.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The catalogue: what exists, what can run here, and why not.  Example: lmperf variants --axis attention"""
@@ -315,7 +313,7 @@ def diff(
     new: Annotated[str, typer.Argument(help="Newer report folder.")],
     as_json: AsJson = False,
 ) -> None:
-    """Two report folders, verdict by verdict; exit 1 when something got worse.  Example: lmperf diff old/reports reports"""
+    """Two report folders, verdict by verdict; exit 1 when one got worse.  Example: lmperf diff old/reports reports"""
     from lmperf.diffing import diff, diff_lines
 
     rows, worse = diff(Path(old), Path(new))

@@ -1,0 +1,61 @@
+"""What the Snakefile imports: the plan as specs in JSON, and nothing that loads torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lmperf.config import Cluster, parse
+from lmperf.planning import Plan, make_plan
+from lmperf.records import InputError, canonical_json, to_json
+from lmperf.steps import PROFILE_OUTPUTS, TABLES
+
+__all__ = ["PROFILE_OUTPUTS", "TABLES", "arguments_of", "cluster_resources", "plan_or_exit", "prepare_path"]
+
+
+def prepare_path() -> None:
+    """Put this interpreter's folder first on the PATH, so that rules say `python` and no path is part of a rule."""
+    folder = os.path.dirname(sys.executable)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != folder:
+        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")])
+
+
+def plan_or_exit(config: Mapping[str, Any]) -> Plan:
+    """The plan of a workflow's configuration; bad input is one line on stderr and exit code 2, before any job."""
+    try:
+        return make_plan(parse(config, where="config"))
+    except InputError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+        os._exit(2)  # Snakemake turns every exception into a traceback and exit code 1
+
+
+def cluster_resources(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an ordinary job and a timed one ask a cluster for; without a cluster these are only notes."""
+    common: dict[str, Any] = {"mem_mb": cluster.mem_mb}
+    if cluster.partition:
+        common["slurm_partition"] = cluster.partition
+    if cluster.constraint:
+        common["constraint"] = cluster.constraint
+    if cluster.gpus:
+        common["gpu"] = cluster.gpus
+    timed = {**common, "runtime": cluster.timed_runtime_min}
+    if cluster.nodes_exclusive:
+        timed["slurm_extra"] = "--exclusive"
+    return {**common, "runtime": cluster.runtime_min}, timed
+
+
+def arguments_of(plan: Plan) -> Callable[[Any], str]:
+    """A function from a spec to a rule's arguments, quoted for the shell.
+
+    Everything a job uses stands in this one text, so that a changed spec re-runs its job and no other.
+    """
+
+    def arguments(spec: Any) -> str:
+        text = canonical_json(spec if isinstance(spec, Mapping) else to_json(spec))
+        return shlex.join(["--spec", text, "--data", plan.data, "--reports", plan.reports])
+
+    return arguments
