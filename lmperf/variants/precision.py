@@ -76,5 +76,5 @@ def bf16_fp32_master(recipe: Recipe) -> Recipe:
 
 @variant("precision", fidelity="quality", rtol=2e-1, atol=1e-1, requires=("cuda", "sm89"))
 def fp8(recipe: Recipe) -> Recipe:
-    """Linear layers of the blocks in 8-bit floats: e4m3 forward, e5m2 gradients (Micikevicius et al. 2022); rest bf16."""
+    """Linear layers of the blocks in 8-bit floats: e4m3 forward, e5m2 gradients (Micikevicius et al. 2022)."""
     return _with(recipe, autocast=torch.bfloat16, convert=float8.convert)
