@@ -1,0 +1,170 @@
+"""Arrow IPC shards, content-addressed: where a shard ends is decided by its last document alone, its name by its bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+BATCH_BYTES = 4 << 20
+BATCH_ROWS = 1 << 14
+LONGEST_RUN = 4  # a shard is cut at this multiple of the planned size even where no document asks for it
+
+SCHEMA = pa.schema(
+    [
+        ("text", pa.large_string()),
+        ("document", pa.string()),
+        ("source", pa.string()),
+        ("domain", pa.string()),
+        ("part", pa.int32()),  # 0, or the running number of a piece of one large document
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One finished shard: its file name, SHA-256, counts, and whether a file with these bytes was there already."""
+
+    file: str
+    sha256: str
+    documents: int
+    bytes: int
+    source: str
+    reused: bool
+
+
+class _HashingFile:
+    """A file being written whose SHA-256 is known when it ends."""
+
+    def __init__(self, folder: Path) -> None:
+        handle, name = tempfile.mkstemp(dir=folder, prefix=".shard-", suffix=".tmp")
+        self.path = Path(name)
+        self._stream = os.fdopen(handle, "wb", buffering=0)
+        self._hash = hashlib.sha256()
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    @property
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        self._hash.update(view)
+        written = 0
+        while written < len(view):  # a full disk gives a short write first, and the error on the next
+            written += self._stream.write(view[written:]) or 0
+        return written
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class ShardWriter:
+    """Writes the documents of one source into shards of about `shard_bytes`, in the order in which they are added.
+
+    A document ends its shard with a probability of its size over `shard_bytes`, drawn from its own hash. So a document more
+    or less moves no boundary but its own, and all other shards keep their bytes and names.
+    """
+
+    def __init__(self, folder: Path, source: str, domain: str, shard_bytes: int) -> None:
+        self._folder, self._source, self._domain, self._target = folder, source, domain, shard_bytes
+        self.shards: list[Shard] = []
+        self._file: _HashingFile | None = None
+        self._texts: list[bytes] = []
+        self._digests: list[bytes] = []
+        self._parts: list[int] = []
+        self._pending = self._bytes = self._documents = 0
+
+    def add(self, data: bytes, digest: bytes) -> None:
+        """Add one whole document (UTF-8, cleaned) with its 16-byte digest."""
+        self._row(data, digest, 0)
+        self.end_document(digest, len(data))
+
+    def add_part(self, data: bytes, digest: bytes, part: int) -> None:
+        """Add one piece of a large document; `end_document` must follow the last."""
+        self._row(data, digest, part)
+
+    def end_document(self, digest: bytes, size: int) -> None:
+        """Count the document and end the shard where its hash, or the longest run, asks for it."""
+        self._documents += 1
+        chosen = int.from_bytes(digest[:8], "big") * self._target < size << 64
+        if chosen or self._bytes >= LONGEST_RUN * self._target:
+            self.finish()
+
+    def _row(self, data: bytes, digest: bytes, part: int) -> None:
+        self._texts.append(data)
+        self._digests.append(digest)
+        self._parts.append(part)
+        self._pending += len(data)
+        self._bytes += len(data)
+        if self._pending >= BATCH_BYTES or len(self._texts) >= BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._texts:
+            return
+        if self._file is None:
+            self._file = _HashingFile(self._folder)
+            self._arrow = pa.ipc.new_file(pa.PythonFile(self._file, mode="w"), SCHEMA)
+        self._arrow.write_batch(self._batch())
+        self._texts, self._digests, self._parts, self._pending = [], [], [], 0
+
+    def _batch(self) -> pa.RecordBatch:
+        rows = len(self._texts)
+        offsets = np.zeros(rows + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, self._texts), np.int64, rows), out=offsets[1:])
+        text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets), pa.py_buffer(b"".join(self._texts)))
+        document = _fixed_width(b"".join(self._digests).hex().encode(), rows)
+        source, domain = (_fixed_width(name.encode() * rows, rows) for name in (self._source, self._domain))
+        return pa.record_batch([text, document, source, domain, pa.array(self._parts, pa.int32())], schema=SCHEMA)
+
+    def finish(self) -> None:
+        """End the current shard, if it holds anything, and give it its name."""
+        self._flush()
+        if self._file is None:
+            return
+        self._arrow.close()
+        self._file.close()
+        sha256 = self._file.sha256
+        name = f"{self._source}-{sha256[:16]}.arrow"
+        reused = self._settle(self._file.path, self._folder / name, sha256)
+        self.shards.append(Shard(name, sha256, self._documents, self._bytes, self._source, reused))
+        self._file, self._bytes, self._documents = None, 0, 0
+
+    def _settle(self, fresh: Path, target: Path, sha256: str) -> bool:
+        if target.exists() and file_sha256(target) == sha256:
+            fresh.unlink()
+            return True
+        os.chmod(fresh, 0o644)
+        # No fsync: a kill loses nothing, and after a power cut the hash in the manifest finds what is not whole.
+        os.replace(fresh, target)
+        return False
+
+    def abandon(self) -> None:
+        """Drop the shard in progress after an error."""
+        if self._file is not None:
+            self._file.close()
+            self._file.path.unlink(missing_ok=True)
+            self._file = None
+
+
+def _fixed_width(data: bytes, rows: int) -> pa.StringArray:
+    offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(len(data) // rows)
+    return pa.StringArray.from_buffers(rows, pa.py_buffer(offsets), pa.py_buffer(data))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
