@@ -1,0 +1,154 @@
+"""The state before merging: thousands of small text files, opened and tokenised whenever a batch needs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from lmperf.corpus.datasets import TokenData
+from lmperf.corpus.tokenizer import load_tokenizer
+from lmperf.implementations.derived import derived, split_key
+from lmperf.reference import LoaderSource
+
+FILE_TOKENS = 1024  # a longer document is cut, before white space, so that every file is small
+FILES_PER_FOLDER = 1000
+
+
+def prepare(source: LoaderSource) -> Path:
+    """Write the split's documents as text files and `index.npy` (first token of each file); returns the folder.
+
+    The files tokenise to exactly the split's tokens: this is checked for every file when it is written.
+    """
+    folder = derived(source) / f"files-{split_key(source)}"
+    if (folder / "index.npy").is_file():
+        return folder
+    making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        _write(source, making)
+        os.rename(making, folder)
+    except OSError:
+        if not (folder / "index.npy").is_file():  # another process may have been quicker
+            raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+    return folder
+
+
+def _write(source: LoaderSource, folder: Path) -> None:
+    data = TokenData.open(source.tokens, source.split)
+    tokenizer = load_tokenizer(source.tokens / "tokenizer.json")
+    tokens = data.tokens if isinstance(data.tokens, np.ndarray) else np.concatenate(list(data.tokens))
+    ends = np.flatnonzero(tokens == data.end_of_text)
+    firsts: list[int] = []
+    start = 0
+    for end in [*ends.tolist(), len(tokens)]:
+        for first, text in _parts(tokens[start:end], tokenizer):
+            _write_file(folder, len(firsts), text)
+            firsts.append(start + first)
+        if start == end and end < len(tokens):  # an empty document is an empty file
+            _write_file(folder, len(firsts), "")
+            firsts.append(start)
+        start = end + 1
+    # A file's tokens end with the end-of-text id where the next file starts one token later than its text does.
+    np.save(folder / "index.npy", np.array([*firsts, len(tokens)], dtype=np.int64))
+
+
+def file_path(folder: Path, number: int) -> Path:
+    """Where text file `number` lies: at most `FILES_PER_FOLDER` in one folder."""
+    return folder / f"{number // FILES_PER_FOLDER:05d}" / f"{number:07d}.txt"
+
+
+def _write_file(folder: Path, number: int, text: str) -> None:
+    path = file_path(folder, number)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text.encode())
+
+
+def _parts(document: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
+    """(first token, text) of each file of one document, cut where tokenising the parts gives the same tokens."""
+    start = 0
+    while start < len(document):
+        stop, text = _cut(document[start:], tokenizer)
+        yield start, text
+        start += stop
+
+
+def _cut(document: np.ndarray, tokenizer: Tokenizer) -> tuple[int, str]:
+    for size in range(FILE_TOKENS, min(len(document), 2 * FILE_TOKENS)):
+        if not tokenizer.decode([int(document[size])], skip_special_tokens=False)[:1].isspace():
+            continue
+        text = _text(document[:size], tokenizer)
+        rest = _text(document[size : size + FILE_TOKENS], tokenizer)
+        if _same(text, document[:size], tokenizer) and _starts(rest, document[size : size + 8], tokenizer):
+            return size, text
+    text = _text(document, tokenizer)
+    if not _same(text, document, tokenizer):
+        raise NotImplementedError("small_files: this tokenizer does not give the same tokens for its own decoded text")
+    return len(document), text
+
+
+def _text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def _same(text: str, tokens: np.ndarray, tokenizer: Tokenizer) -> bool:
+    return tokenizer.encode(text, add_special_tokens=False).ids == tokens.tolist()
+
+
+def _starts(text: str, tokens: np.ndarray, tokenizer: Tokenizer) -> bool:
+    return tokenizer.encode(text, add_special_tokens=False).ids[: len(tokens)] == tokens.tolist()
+
+
+class FileStore:
+    """Windows of tokens out of the text files of `prepare`; the tokenizer loads in the process that reads."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder, self._tokenizer_path = folder, tokenizer
+        self.index = np.load(folder / "index.npy")
+        self._tokenizer: Tokenizer | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}
+
+    def file_tokens(self, number: int) -> list[int]:
+        """The tokens of file `number`, with the end-of-text id when the document ends there."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._tokenizer_path)
+            self._end = _end_of_text(self._tokenizer_path.parent)
+        text = file_path(self.folder, number).read_bytes().decode()
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        size = int(self.index[number + 1] - self.index[number])
+        if len(ids) < size:
+            ids.append(self._end)
+        if len(ids) != size:
+            raise ValueError(f"{file_path(self.folder, number)}: {len(ids)} tokens, the index says {size}")
+        return ids
+
+    def windows(self, indices: np.ndarray, length: int) -> np.ndarray:
+        """See `loaders.Store.windows`: opens and tokenises every file that a window touches."""
+        out = np.empty((len(indices), length), dtype=np.int64)
+        for row, start in enumerate(indices.tolist()):
+            out[row] = self._window(start, length)
+        return out
+
+    def _window(self, start: int, length: int) -> list[int]:
+        number = int(np.searchsorted(self.index, start, side="right")) - 1
+        skip = start - int(self.index[number])
+        found: list[int] = []
+        while len(found) < skip + length:
+            found += self.file_tokens(number)
+            number += 1
+        return found[skip : skip + length]
+
+
+def _end_of_text(tokens: Path) -> int:
+    from lmperf.records import read_json
+
+    return int(read_json(tokens / "manifest.json")["end_of_text"])
