@@ -76,6 +76,7 @@ class Prepared:
     once: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
     model: Any = None  # the built model, for the memory table, where there is one
+    before_block: Callable[[], Any] = lambda: None  # outside the clock, before each timed block (cold page cache)
 
 
 Workload = Callable[[Setting], Prepared]
