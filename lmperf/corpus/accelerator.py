@@ -18,7 +18,7 @@ from lmperf.records import InputError
 
 log = logging.getLogger(__name__)
 
-ACCELERATORS = ("auto", "fastokens", "tokenizers")
+ACCELERATORS = ("auto", "fastokens", "none")
 FUZZ_TEXTS = 400
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]  # texts → ids (uint32, joined), lengths (int64)
 
@@ -64,18 +64,18 @@ def choose_engine(tokenizer: Tokenizer, wanted: str, first_texts: Sequence[str])
     """The engine to encode with: `fastokens` only when it gives the reference's ids on `first_texts` and a fuzz set.
 
     `wanted` "auto" falls back to HF `tokenizers` with a log line; "fastokens" makes a missing or unequal accelerator an
-    `InputError`; "tokenizers" never tries it.
+    `InputError`; "none" never tries it.
     """
     if wanted not in ACCELERATORS:
-        raise InputError(f"corpus.accelerator: {wanted!r} is unknown; allowed: {', '.join(ACCELERATORS)}")
+        raise InputError(f"tokenizer.accelerator: {wanted!r} is unknown; allowed: {', '.join(ACCELERATORS)}")
     reference = reference_encoder(tokenizer)
-    if wanted == "tokenizers":
+    if wanted == "none":
         return Engine("tokenizers", version("tokenizers"), reference, "asked for")
     encode, reason = _try_fastokens(tokenizer, reference, first_texts)
     if encode is not None:
         return Engine("fastokens", version("fastokens"), encode, reason)
     if wanted == "fastokens":
-        raise InputError(f"corpus.accelerator: 'fastokens' cannot be used here: {reason}; allowed: auto, tokenizers")
+        raise InputError(f"tokenizer.accelerator: 'fastokens' cannot be used here: {reason}; allowed: auto, none")
     log.info("tokenizing with `tokenizers`: %s", reason)
     return Engine("tokenizers", version("tokenizers"), reference, reason)
 

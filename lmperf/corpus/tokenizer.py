@@ -98,11 +98,11 @@ def _silent(message: str) -> None:
 
 def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block: int) -> None:
     if vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(f"corpus.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}")
+        raise InputError(f"tokenizer.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}")
     if sample_bytes < 1:
-        raise InputError(f"corpus.sample_bytes: {sample_bytes}; it must be positive")
-    if not 0 < held_out < 0.4:
-        raise InputError(f"corpus.held_out: {held_out}; it must lie between 0 and 0.4 (validation and test each)")
+        raise InputError(f"tokenizer.sample_bytes: {sample_bytes}; it must be positive")
+    if not 0 < held_out < 0.5:
+        raise InputError(f"tokenizer.held_out: {held_out}; it must lie between 0 and 0.5 (validation and test each)")
     if block < 2:
         raise InputError(f"block: {block}; a block holds at least two tokens")
 
@@ -280,7 +280,7 @@ def _check_sizes(
             continue
         reason = f"{entry['tokens']} tokens, {missing} fewer than one block of {block}"
         if name in splits.CORE_SPLITS:
-            hint = "add text, shorten the sequence, or raise corpus.held_out"
+            hint = "add text, shorten the sequence, or raise tokenizer.held_out"
             raise InputError(f"{shards}: the {name} split of domain {chosen.training_domain!r} has {reason}: {hint}")
         log.warning("%s is left out: %s", name, reason)
         left_out[name] = reason
