@@ -33,7 +33,7 @@ def with_dynamic_cache(model: nn.Module, prompt: Tensor, new_tokens: int) -> Ite
 
 @torch.no_grad()
 def with_static_cache(model: nn.Module, prompt: Tensor, new_tokens: int) -> Iterator[Tensor]:
-    """Greedy decoding with a cache of the final size, allocated once: prompt (batch, length) → new_tokens × (batch,)."""
+    """Greedy decoding with a cache of the final size: prompt (batch, length) → new_tokens × (batch,)."""
     yield from _decode(model, prompt, new_tokens, static_cache_for(model, prompt, new_tokens))
 
 
