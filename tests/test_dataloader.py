@@ -20,7 +20,7 @@ from lmperf.implementations.loaders import NO_TARGET, Loader, PaddedSteps, all_t
 from lmperf.records import ArmSpec, Cell, InputError, ModelShape, SessionSpec
 from lmperf.reference import LoaderSource
 from lmperf.workloads.base import Setting, Unsupported, get_workload
-from lmperf.workloads.loading import check_loader
+from lmperf.workloads.loading import check_loader, open_feed
 
 NAMES = (
     "arrow_mmap", "small_files", "memmap_bin", "in_memory", "workers_1", "workers_2", "workers_4", "prefetch_2",
@@ -160,15 +160,25 @@ def test_loading_workload(name: str, tokens: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["baseline", "memmap_bin", "workers_1"])
 def test_a_cold_cache_changes_no_batch(name: str, tokens: Path, tmp_path: Path) -> None:
-    warm = get_workload("loading")(setting_of(tokens, tmp_path, "baseline", "loading"))
-    cold = get_workload("loading")(setting_of(tokens, tmp_path, name, "loading", cache="cold"))
-    warm.step()  # opening again gave one batch away
-    first = cold.step()
-    assert same([first], [warm.step()])
-    cold.before_block()
-    warm.step()
-    assert same([cold.step()], [warm.step()])
-    cold.close()
+    setting = setting_of(tokens, tmp_path, name, "loading", cache="cold")
+    feed = open_feed(setting)
+    true = reference.arrow_loader(replace(feed.source, start=feed.given))
+    for _ in range(3):
+        feed.make_cold()
+        if name == "workers_1":  # starting the worker took one batch
+            next(true)
+        assert same([feed.next()], [next(true)])
+    feed.close()
+
+
+def test_the_first_batch_after_dropping_is_timed(tokens: Path, tmp_path: Path) -> None:
+    prepared = get_workload("loading")(setting_of(tokens, tmp_path, "baseline", "loading", cache="cold"))
+    for _ in range(2):
+        prepared.before_block()
+        prepared.step()
+        prepared.step()
+    assert len(prepared.observations.values["cold_batch_s"]) == 2
+    prepared.close()
 
 
 def test_wait_share_with_an_emulated_and_with_the_real_model(tokens: Path, tmp_path: Path) -> None:

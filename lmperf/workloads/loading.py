@@ -43,6 +43,7 @@ class Feed:
     def __init__(self, recipe: Recipe, source: LoaderSource) -> None:
         self.recipe, self.source, self.given = recipe, source, source.start
         self.start_s = 0.0
+        self.cold = False  # nothing was read since the pages were dropped
         if isinstance(recipe.loader, Loader):
             prepare(recipe.loader.store, source)
         self.batches: Batches = iter(())
@@ -68,10 +69,18 @@ class Feed:
         self.batches = iter(())
 
     def make_cold(self) -> None:
-        """Let go of the files, drop their pages from the page cache, and open the loader again."""
+        """Let go of the files, drop their pages from the page cache, and open the loader again.
+
+        Workers are started (and so hold their first batches); without workers nothing is read, since one window
+        makes the kernel read far ahead.
+        """
         self.close()
         page_cache.drop(self.source.tokens)
-        self.open()
+        self.cold = True
+        if isinstance(self.recipe.loader, Loader) and self.recipe.loader.workers:
+            self.open()
+        else:
+            self.batches = iter(self.recipe.loader(replace(self.source, start=self.given)))
 
 
 def open_feed(setting: Setting) -> Feed:
@@ -83,8 +92,6 @@ def open_feed(setting: Setting) -> Feed:
         feed = Feed(setting.recipe, source_of(setting))
     except NotImplementedError as error:
         raise Unsupported(str(error)) from None
-    if cache == "cold":
-        feed.make_cold()
     return feed
 
 
@@ -106,11 +113,25 @@ def loading(setting: Setting) -> Prepared:
     """One step = one batch fetched (cell: batch, length, split, cache "warm" | "cold")."""
     feed = open_feed(setting)
     cold = setting.param("cache", "warm") == "cold"
+    once = {**once_of(feed), **useful_share(feed)}
+    seen = Observations()
+    if cold:
+        feed.make_cold()
+
+    def step() -> object:
+        if not feed.cold:
+            return feed.next()
+        started, feed.cold = time.perf_counter(), False
+        batch = feed.next()
+        seen.add("cold_batch_s", "s", time.perf_counter() - started)
+        return batch
+
     return Prepared(
-        step=feed.next,
+        step=step,
         check=lambda seed: check_loader(setting.recipe, replace(source_of(setting), seed=seed)),
         tokens_per_step=float(feed.source.batch_size * feed.source.length),
-        once={**once_of(feed), **useful_share(feed)},
+        observations=seen,
+        once=once,
         close=feed.close,
         before_block=feed.make_cold if cold else nothing,
     )
@@ -195,7 +216,10 @@ def loading_in_step(setting: Setting) -> Prepared:
     """One step = wait for a batch, then compute with it; observes wait_share (cell: emulated_step_s, cache, …)."""
     feed = open_feed(setting)
     consumer = consumer_of(setting, feed.source)
+    once, cold = once_of(feed), setting.param("cache", "warm") == "cold"
     seen = Observations()
+    if cold:
+        feed.make_cold()
 
     def step() -> None:
         started = time.perf_counter()
@@ -213,8 +237,8 @@ def loading_in_step(setting: Setting) -> Prepared:
         check=lambda seed: check_loader(setting.recipe, replace(source_of(setting), seed=seed)),
         tokens_per_step=float(feed.source.batch_size * feed.source.length),
         observations=seen,
-        once=once_of(feed),
+        once=once,
         close=feed.close,
         model=consumer.model,
-        before_block=feed.make_cold if setting.param("cache", "warm") == "cold" else nothing,
+        before_block=feed.make_cold if cold else nothing,
     )
