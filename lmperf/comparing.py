@@ -86,7 +86,7 @@ def _timed_rows(
     kind = kind_of(metric, unit)
     arms = {arm.name: arm_rounds(session, arm.name, cell, metric) for arm in session.spec.arms}
     base = arms.get(BASELINE, ArmRounds(BASELINE, {}, {}))
-    block = _Block(kind, base, arms, smallest_effect)
+    block = Block(kind, base, arms, smallest_effect)
     for name, arm in arms.items():
         if not arm.values and arm.status == "ok" and not base.values:
             continue  # this arm has no such quantity (no compile time in eager mode, say)
@@ -94,7 +94,7 @@ def _timed_rows(
         yield row | {"value": _median(arm.values.values()), "status": arm.status} | block.compared(name)
 
 
-class _Block:
+class Block:
     """All arms of one session at one cell and metric: their paired log ratios, control, margins and findings."""
 
     def __init__(self, kind: Kind, base: ArmRounds, arms: Mapping[str, ArmRounds], smallest_effect: float) -> None:
@@ -154,7 +154,7 @@ class _Block:
     def _ratio_columns(self, name: str, costs: list[float]) -> dict[str, Any]:
         finding = self.findings[name]
         found, word = finding.interval, finding.verdict
-        reasons = self._caps(name)
+        reasons = self.caps(name)
         if reasons and name != CONTROL or self.kind.lower_is_better is None and word in (*SPEED_WORDS, *SIZE_WORDS):
             word = "inconclusive"
         mde = detectable_effect(costs, self.delta, arms=max(1, self.family))
@@ -177,7 +177,7 @@ class _Block:
     def _turned(self, found: Interval | None) -> Interval | None:
         return found.inverse() if found and self._is_rate else found
 
-    def _caps(self, name: str) -> list[str]:
+    def caps(self, name: str) -> list[str]:
         """Why this arm's verdict may not be more than inconclusive."""
         arm = self.arms[name]
         reasons = [arm.reason] if arm.status not in ("ok", None) and arm.reason else []
@@ -246,6 +246,12 @@ def _memory_rows(session: Session, cell: str) -> Iterator[dict[str, Any]]:
         base = _memory_value(lines.get(BASELINE), metric)
         for arm, line in lines.items():
             yield _frame(session, cell, arm, metric, unit) | _memory_columns(arm, line, metric, unit, base)
+
+
+def memory_values(session: Session, cell: str, metric: str = "peak_memory_bytes") -> dict[str, float | None]:
+    """Arm to the value of its memory process sample at this cell, None where that failed."""
+    lines = {line["arm"]: line for line in session.memory if line["cell"] == cell}
+    return {arm: _memory_value(line, metric) for arm, line in lines.items()}
 
 
 def _memory_value(line: Mapping[str, Any] | None, metric: str) -> float | None:
