@@ -15,7 +15,7 @@ from corpus_helpers import prose, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmperf.corpus import token_shards
+from lmperf.corpus import accelerator, token_shards
 from lmperf.corpus.datasets import Order, TokenData, batches
 from lmperf.corpus.tokenizer import tokenize
 from lmperf.records import InputError
@@ -37,7 +37,7 @@ def cut_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same tokens in shards of about 2,000 tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_shards, "SHARD_BYTES", 4000)
-        patch.setattr("lmperf.corpus.tokenizer.BATCH_BYTES", 3000)
+        patch.setattr(accelerator, "BATCH_BYTES", dict.fromkeys(accelerator.BATCH_BYTES, 3000))
         return make(tmp_path_factory.mktemp("many"))
 
 

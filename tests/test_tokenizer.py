@@ -227,7 +227,7 @@ def test_a_megabyte_without_white_space(tmp_path: Path) -> None:
 def test_pieces_change_no_token(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tokenize(shards, tmp_path / "whole", **SMALL)
     monkeypatch.setattr(splits, "PIECE_BYTES", 100)
-    monkeypatch.setattr("lmperf.corpus.tokenizer.BATCH_BYTES", 1000)
+    monkeypatch.setattr(accelerator, "BATCH_BYTES", dict.fromkeys(accelerator.BATCH_BYTES, 1000))
     cut = tokenize(shards, tmp_path / "cut", **SMALL)
     assert cut["splits"] == whole["splits"]
 
@@ -497,7 +497,7 @@ def test_memory_is_bounded_whatever_the_size_of_a_document(tmp_path: Path, monke
         lengths = np.array([len(text) // 16 for text in texts], dtype=np.int64)
         return np.ones(int(lengths.sum()), dtype=np.uint32), lengths
 
-    engine = accelerator.Engine("counting", "0", encode, "test")
+    engine = accelerator.Engine("counting", "0", encode, "test", batch_bytes=8 << 20)
     monkeypatch.setattr("lmperf.corpus.tokenizer.choose_engine", lambda *_: engine)
     manifest = tokenize(folder, tmp_path / "out", sample_bytes=100_000, **SMALL)
     assert manifest["split"]["by"] == "position"

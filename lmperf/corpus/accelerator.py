@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ACCELERATORS = ("auto", "fastokens", "none")
 FUZZ_TEXTS = 400
+BATCH_BYTES = {"tokenizers": 2 << 20, "fastokens": 8 << 20}  # HF keeps about 100 bytes a token, fastokens 4
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]  # texts → ids (uint32, joined), lengths (int64)
 
 
@@ -31,6 +32,7 @@ class Engine:
     version: str
     encode: Encode
     note: str
+    batch_bytes: int  # text handed to the encoder at once
 
 
 def reference_encoder(tokenizer: Tokenizer) -> Encode:
@@ -70,14 +72,18 @@ def choose_engine(tokenizer: Tokenizer, wanted: str, first_texts: Sequence[str])
         raise InputError(f"tokenizer.accelerator: {wanted!r} is unknown; allowed: {', '.join(ACCELERATORS)}")
     reference = reference_encoder(tokenizer)
     if wanted == "none":
-        return Engine("tokenizers", version("tokenizers"), reference, "asked for")
+        return _engine("tokenizers", reference, "asked for")
     encode, reason = _try_fastokens(tokenizer, reference, first_texts)
     if encode is not None:
-        return Engine("fastokens", version("fastokens"), encode, reason)
+        return _engine("fastokens", encode, reason)
     if wanted == "fastokens":
         raise InputError(f"tokenizer.accelerator: 'fastokens' cannot be used here: {reason}; allowed: auto, none")
     log.info("tokenizing with `tokenizers`: %s", reason)
-    return Engine("tokenizers", version("tokenizers"), reference, reason)
+    return _engine("tokenizers", reference, reason)
+
+
+def _engine(name: str, encode: Encode, note: str) -> Engine:
+    return Engine(name, version(name), encode, note, BATCH_BYTES[name])
 
 
 def _try_fastokens(tokenizer: Tokenizer, reference: Encode, first_texts: Sequence[str]) -> tuple[Encode | None, str]:

@@ -32,9 +32,8 @@ SMALLEST_VOCABULARY = 257  # the 256 bytes and the end of a text
 DOMAIN_BYTES = 2 << 20  # text kept of each further domain: enough for a stable loss, small enough to be read often
 LONGEST_TOKEN = 64  # bytes; one long run of the same characters must not fill the vocabulary with its halves
 TRAINING_CHARACTERS = 4096  # the trainer's time and memory grow with the square of an unbroken piece
-BATCH_BYTES = 2 << 20  # text handed to the encoder at once (HF `tokenizers` needs about 100 bytes a token)
-LOSSLESS_CHARACTERS = 2000  # of each of the first 100 texts: decoded again and compared
-EQUALITY_BYTES = 256 << 10  # text of this run on which an accelerator has to agree first
+LOSSLESS_CHARACTERS = 500  # of each of the first 100 texts: decoded again and compared
+EQUALITY_BYTES = 128 << 10  # text of this run on which an accelerator has to agree first
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Progress = Callable[[str], None]
 
@@ -98,7 +97,9 @@ def _silent(message: str) -> None:
 
 def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block: int) -> None:
     if vocab_size < SMALLEST_VOCABULARY:
-        raise InputError(f"tokenizer.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}")
+        raise InputError(
+            f"tokenizer.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}"
+        )
     if sample_bytes < 1:
         raise InputError(f"tokenizer.sample_bytes: {sample_bytes}; it must be positive")
     if not 0 < held_out < 0.5:
@@ -234,20 +235,20 @@ def _encode_all(
     metadata = {"tokenizer_sha256": tokenizer_sha256, "end_of_text": str(loaded.end_of_text)}
     writers = [SplitWriter(building, name, dtype, metadata) for name in chosen.splits]
     total, done = int(np.where(chosen.split >= 0, chosen.take, 0).sum()), 0
-    for batch in _batched(splits.pieces(found, chosen)):
+    for batch in _batched(splits.pieces(found, chosen), engine.batch_bytes):
         _encode_batch(batch, engine.encode, loaded.end_of_text, writers)
         done += sum(piece.size for piece in batch)
         say(f"tokenized {done / 1e6:.1f} of {total / 1e6:.1f} MB")
     return {writer.name: writer.close() for writer in writers}
 
 
-def _batched(pieces: Iterator[splits.Piece]) -> Iterator[list[splits.Piece]]:
+def _batched(pieces: Iterator[splits.Piece], limit: int) -> Iterator[list[splits.Piece]]:
     batch: list[splits.Piece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += piece.size
-        if size >= BATCH_BYTES:
+        if size >= limit:
             yield batch
             batch, size = [], 0
     if batch:
