@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lmperf import flops, registry
+from lmperf.failures import reason_of, status_of
 from lmperf.hotspots import COLUMNS, Ceiling, by_operator, hotspots
 from lmperf.machine import datasheet_bandwidth, datasheet_peak, device_name, fingerprint, machine, measure_peaks
 from lmperf.model import TrainingStep, apply_runtime, build
@@ -22,7 +23,7 @@ from lmperf.records import InputError, SessionSpec, to_json, write_json
 from lmperf.reference import LoaderSource
 from lmperf.tables import frame, write_csv
 from lmperf.tracing import overhead, record_within, tensor_peak
-from lmperf.training import FAILURES, failure_reason, failure_status
+from lmperf.training import FAILURES
 
 UTILISATION_COLUMNS = ("dtype", "what", "achieved", "peak", "share", "source")
 CURVE_STEPS = 30
@@ -56,7 +57,7 @@ def profile_baseline(
     except InputError:
         raise
     except FAILURES as error:
-        answer |= {"status": failure_status(error), "reason": failure_reason(error)}
+        answer |= {"status": status_of(error), "reason": reason_of(error)}
     peaks = peaks_of(spec)
     write_tables(spec, recipe, answer, rows, peaks, facts, tables, top)
     write_json(out / "profile.json", answer)

@@ -56,7 +56,7 @@ def scrub(text: str) -> str:
         if len(folder) > 1:
             text = re.sub(re.escape(folder) + r"(?=/|$|[\s:'\"])", name, text)
     text = re.sub(r"(?<![\w.~-])/(?:[^/\s:'\"]+/)+", "…/", text)
-    for word in _names():
+    for word in sorted(_names(), key=len, reverse=True):
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", "…", text)
     return text
 
@@ -68,7 +68,8 @@ def _names() -> tuple[str, ...]:
     except (OSError, KeyError):
         user = ""
     common = {"", "root", "user", "runner", "localhost", "lmperf", "python", "torch"}
-    return tuple(name for name in (user, platform.node()) if name.lower() not in common and len(name) > 2)
+    names = {name for name in (user, platform.node()) if name.lower() not in common and len(name) > 2}
+    return tuple(names)
 
 
 @lru_cache(maxsize=1)

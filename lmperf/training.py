@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lmperf import evaluation, registry
 from lmperf.evaluation import Windows
+from lmperf.failures import reason_of, status_of
 from lmperf.machine import fingerprint, machine
 from lmperf.model import StepReport, TrainingStep, apply_runtime, apply_transforms, build
 from lmperf.provenance import provenance, scrub
@@ -25,7 +26,6 @@ from lmperf.recipe import BuildContext, Recipe
 from lmperf.records import InputError, QualitySpec, to_json, write_json
 from lmperf.reference import LoaderSource
 from lmperf.stability import StepRecord, stability
-from lmperf.workloads.base import Unsupported
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,10 @@ def train(spec: QualitySpec, out: Path) -> dict[str, Any]:
         outcome |= quality_run(spec)
     except InputError:
         raise
+    except OutOfTime as error:
+        outcome |= {"status": "timeout", "reason": str(error)}
     except FAILURES as error:
-        outcome |= {"status": failure_status(error), "reason": failure_reason(error)}
+        outcome |= {"status": status_of(error), "reason": reason_of(error)}
     outcome["wall_s"] = time.perf_counter() - start
     write_json(out, outcome)
     return outcome
@@ -87,24 +89,6 @@ def empty_outcome(spec: QualitySpec) -> dict[str, Any]:
         "timing_note": "from an untimed run: not a benchmark", "peak_memory_bytes": None, "wall_s": None,
         "time_to_target_s": None, "target": None, "provenance": provenance(spec), "fingerprint": fingerprint(machine()),
     }  # fmt: skip
-
-
-def failure_status(error: BaseException) -> str:
-    """The typed status of what a recipe raised."""
-    if isinstance(error, OutOfTime):
-        return "timeout"
-    if isinstance(error, torch.OutOfMemoryError):
-        return "oom_device"
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return "oom_host"
-    return "unsupported" if isinstance(error, (Unsupported, NotImplementedError)) else "crashed"
-
-
-def failure_reason(error: BaseException) -> str:
-    """One line about an error, without paths."""
-    lines = str(error).strip().splitlines() or [""]
-    kind = "" if isinstance(error, (OutOfTime, Unsupported)) else f"{type(error).__name__}: "
-    return scrub(f"{kind}{lines[0]}")[:300]
 
 
 def quality_run(spec: QualitySpec) -> dict[str, Any]:
@@ -219,12 +203,11 @@ def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
 
 def timed_step(run: Run, x: Tensor, y: Tensor) -> None:
     """One step, its wall time and its record; reading loss and norm waits for the device."""
-    scaler = run.step.scaler
     start = time.perf_counter()
     report: StepReport = run.step(x.to(run.spec.device), y.to(run.spec.device))
     loss, norm = report.loss.item(), float(report.gradient_norm)
     run.trained_s += time.perf_counter() - start
-    run.steps.add(loss, norm, report.skipped, None if scaler is None else scaler.get_scale())
+    run.steps.add(loss, norm, report.skipped, report.scale)
 
 
 def add_evaluation(run: Run, step: int) -> None:
@@ -325,7 +308,7 @@ def longer(run: Run) -> dict[str, Any]:
         try:
             found = windows(spec, "validation", length)
         except InputError as error:
-            reason = failure_reason(error)
+            reason = str(error)
     if reason:
         return {"long_context": None, "long_context_reason": reason}
     return {

@@ -12,10 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "lmperf"
 #: A module may import only from its own group or an earlier one.
 LAYERS = [
     {"records"},
-    {"catalogue"},
+    {"catalogue", "tables"},
     {"config", "sources", "corpus.state"},
     {"planning", "steps", "forecast", "workflow", "running"},
-    {"flops", "machine", "provenance", "hoststate", "corpus"},
+    {"flops", "datasheets", "machine", "provenance", "hoststate", "failures", "corpus"},
     {"reference"},
     {"recipe", "caching", "devices"},
     {"model"},
@@ -24,8 +24,8 @@ LAYERS = [
     {"checking"},
     {"workloads"},
     {"memory", "timing", "launching"},
-    {"sessions", "training", "profiling"},
-    {"statistics", "tables"},
+    {"sessions", "stability", "evaluation", "training", "hotspots", "tracing", "profiling"},
+    {"statistics"},
     {"comparing", "ablation", "claims", "diffing"},
     {"qualify", "doctor"},
     {"figures"},
