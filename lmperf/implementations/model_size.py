@@ -44,7 +44,7 @@ def write_weights(model: nn.Module, path: Path) -> int:
     """Write all tensors to `path` and return its size in bytes.
 
     One JSON line (name, dtype, shape, encoding of each tensor), then the raw little-endian values.  A tensor with
-    enough zeros is written as one bit an element and its other values ("bitmap"): on disk a mask saves, unlike in memory.
+    enough zeros is written as one bit an element and its other values ("bitmap"), so that a mask saves on disk.
     """
     header, chunks = [], []
     for name, tensor in stored_tensors(model):
