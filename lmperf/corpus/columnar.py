@@ -126,7 +126,7 @@ def _as_binary(column: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def _column(schema: pa.Schema, text_key: str | None) -> tuple[list[str], pa.DataType]:
-    """The path to the text column and its type without dictionary; `Unreadable` when there is none or it holds no text."""
+    """The path to the text column and its type without dictionary; `Unreadable` when there is none with text."""
     for key in text_keys(text_key):
         for path in ([key], key.split(".")):
             kind = _type_at(schema, path)

@@ -1,4 +1,4 @@
-"""From a file's bytes to UTF-8: compression by its magic number, encoding by mark, strict UTF-8 or declaration, else an error."""
+"""Bytes to UTF-8: compression by magic number; encoding by mark, strict UTF-8 or declaration, else an error."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def to_utf8(data: bytes, declared: str | None) -> tuple[bytes, str]:
 
 
 def utf8_chunks(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
-    """`stream`, which is in `encoding`, as UTF-8 pieces that end between characters; `Unreadable` at the first bad byte."""
+    """`stream` in `encoding` as UTF-8 pieces that end between characters; `Unreadable` at the first bad byte."""
     decoder = codecs.getincrementaldecoder(encoding)()
     first, offset, nuls = True, 0, 0
     while True:
@@ -136,7 +136,7 @@ def _guess(sample: bytes) -> str | None:
 
 
 class Plain:
-    """A readable byte stream with its compression taken off; damage raises `Unreadable` after all whole data was given."""
+    """A readable byte stream with its compression taken off; damage raises `Unreadable` after all data before it."""
 
     def __init__(self, raw: BinaryIO) -> None:
         head = raw.read(8)

@@ -8,7 +8,7 @@ RECENT = 1 << 20
 
 
 class Seen:
-    """A set of 16-byte digests; past `RECENT` of them they move into sorted arrays, a sixth of a Python set's memory."""
+    """A set of 16-byte digests; past `RECENT` of them they move into sorted arrays, to save memory."""
 
     def __init__(self, recent: int = RECENT) -> None:
         self._limit = recent

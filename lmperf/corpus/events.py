@@ -26,7 +26,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class LargeText:
-    """One document too large for memory: each attempt (one per encoding) gives its UTF-8 pieces or raises `Unreadable`."""
+    """One document too large for memory: each attempt gives its UTF-8 pieces or raises `Unreadable`."""
 
     attempts: tuple[tuple[str, Callable[[], Iterator[bytes]]], ...]
     where: dict[str, int]
@@ -58,7 +58,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Input:
-    """One file to read: its path, the name it is reported under, its content if already read, and the source's options."""
+    """One file to read: its path, its reported name, its content if already read, and the source's options."""
 
     path: bytes
     name: bytes

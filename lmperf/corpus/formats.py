@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
 from typing import Any
 
-from lmperf.corpus.decoding import mark_of
+from lmperf.corpus.decoding import AUTO, mark_of
 
 DEFAULT_KEYS = ("text", "content")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -15,7 +16,7 @@ _PACKED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
 _BINARY = (
     (b"\x89PNG", "PNG image"), (b"\xff\xd8\xff", "JPEG image"), (b"GIF8", "GIF image"), (b"%PDF-", "PDF"),
     (b"PK\x03\x04", "ZIP archive"), (b"\x7fELF", "ELF binary"), (b"SQLite format 3\0", "SQLite database"),
-    (b"FEA1", "Feather version 1"), (b"\x1f\x8b", "gzip inside a compressed file"), (b"7z\xbc\xaf\x27\x1c", "7z archive"),
+    (b"FEA1", "Feather version 1"), (b"\x1f\x8b", "gzip in a compressed file"), (b"7z\xbc\xaf\x27\x1c", "7z archive"),
 )  # fmt: skip
 _HTML = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
 _OBJECT_START = re.compile(rb'\s*\{\s*"(?:[^"\\\n]|\\.){0,200}"\s*:')
@@ -46,19 +47,34 @@ def is_plain(data: bytes, name: bytes, keys: tuple[bytes, ...]) -> bool:
     return end < 0 or not any(data.find(key, 0, end) >= 0 for key in keys)
 
 
-def recognise(head: bytes, name: bytes, text_key: str | None) -> str:
-    """The format of content that begins with `head`: text, jsonl, json, object, csv, tsv, html, parquet, arrow, stream or binary:…"""
+def recognise(head: bytes, name: bytes, text_key: str | None, encoding: str | None = None) -> str:
+    """The format of content that begins with `head`: a key of `reading.READERS`, or "binary:" and what it is."""
     if kind := _binary(head):
         return kind
-    mark = mark_of(head)
-    if mark:
-        head = head[len(mark[0]) :].decode(mark[1], "ignore").encode("utf-8", "ignore")
+    head = _head_as_utf8(head, encoding)
     suffix = suffix_of(name)
     if kind := _json_kind(head, suffix, text_key):
         return kind
     if _HTML.match(head) or (suffix in (".html", ".htm", ".xhtml") and b"<" in head):
         return "html"
     return _table_kind(head, suffix, text_key) or "text"
+
+
+def _head_as_utf8(head: bytes, encoding: str | None) -> bytes:
+    mark = mark_of(head)
+    if mark:
+        return head[len(mark[0]) :].decode(mark[1], "ignore").encode("utf-8", "ignore")
+    if encoding in (None, AUTO) or (0 not in head and _starts_as_utf8(head)):
+        return head
+    return head.decode(encoding, "ignore").encode("utf-8", "ignore")
+
+
+def _starts_as_utf8(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _binary(head: bytes) -> str | None:

@@ -13,8 +13,8 @@ class _TextOfHtml(HTMLParser):
 
     SILENT = frozenset(("script", "style", "template", "noscript"))
     BLOCKS = frozenset(
-        "address article aside blockquote br dd div dl dt figcaption footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p "
-        "pre section table td th title tr ul".split()
+        "address article aside blockquote br dd div dl dt figcaption footer form h1 h2 h3 h4 h5 h6 header hr li main"
+        " nav ol p pre section table td th title tr ul".split()
     )
 
     def __init__(self) -> None:

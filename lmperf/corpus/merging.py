@@ -146,7 +146,7 @@ class _SourceMerge:
             tally.duplicate_bytes += len(data)
 
     def _large(self, name: bytes, event: LargeText, count: bool = True) -> None:
-        """A large document goes through a temporary file, since it may turn out broken or a duplicate at its very end."""
+        """A large document goes through a temporary file, since its very end may show it broken or a duplicate."""
         reason, size = "", 0
         for encoding, chunks in event.attempts:
             with tempfile.TemporaryFile(dir=self._merger.out) as spool:
@@ -166,6 +166,7 @@ class _SourceMerge:
 
     def _spooled(self, spool: BinaryIO) -> None:
         size = spool.tell()
+        spool.flush()
         spool.seek(0)
         if size <= LARGE:  # markup was most of it
             self._document(spool.read())
@@ -176,10 +177,7 @@ class _SourceMerge:
             tally.duplicates += 1
             tally.duplicate_bytes += size
             return
-        spool.seek(0)
-        for part, piece in enumerate(pieces(spool)):
-            self._writer.add_part(piece, digest, part)
-        self._writer.end_document(digest, size)
+        self._writer.add_large(spool, size, digest)
         tally.documents += 1
         tally.bytes += size
 

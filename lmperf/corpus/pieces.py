@@ -10,7 +10,7 @@ LOOK_BACK = 1 << 16
 
 
 def pieces(stream: BinaryIO) -> Iterator[bytes]:
-    """The UTF-8 of `stream` in pieces of at most `PIECE` bytes, ended after a line or a blank near the end, else a character."""
+    """The UTF-8 of `stream` in pieces of at most `PIECE` bytes, ended after a line, a blank, or else a character."""
     held = b""
     while chunk := stream.read(PIECE - len(held)):
         data = held + chunk

@@ -31,7 +31,7 @@ def read_documents(source: Input, notes: Notes) -> Iterator[Event]:
     """Every document and every problem of one file, in order."""
     with source.plain() as stream:
         head = stream.peek(HEAD)
-        kind = recognise(head, source.name, source.text_key)
+        kind = recognise(head, source.name, source.text_key, source.encoding)
         notes.formats[f"{kind}.{stream.compression}" if stream.compression else kind] += 1
         if kind.startswith("binary:"):
             yield Problem(f"{kind[7:]}: no text", _drain(stream), {"offset": 0})

@@ -3,29 +3,64 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, BinaryIO
 
 from lmperf.corpus.cleaning import encode
-from lmperf.corpus.decoding import CHUNK, Plain, Unreadable, to_utf8
-from lmperf.corpus.events import LARGE, Event, Input, Notes, Problem, Text
+from lmperf.corpus.decoding import Plain, Unreadable, candidates, mark_of, to_utf8, utf8_chunks
+from lmperf.corpus.events import HEAD, LARGE, Event, Input, LargeText, Notes, Problem, Text
 from lmperf.corpus.formats import text_keys
-from lmperf.corpus.lines import Lines, as_utf8
+from lmperf.corpus.lines import Lines, LongLine, Recoded, as_utf8
+from lmperf.corpus.scanning import JsonScanner
 from lmperf.corpus.texts import read_text
+from lmperf.corpus.window import TOO_LARGE, Window
 
 _MISSING = object()
 
 
 def read_jsonl(source: Input, stream: Plain, notes: Notes) -> Iterator[Event]:
     """One document a line; a line that is no JSON object with a text is set aside alone."""
-    lines = Lines(as_utf8(source, stream, notes))
+    lines = Lines(source, as_utf8(source, stream, notes))
     last = 0
     for number, line in lines:
         last = number
-        if line.strip():
+        if isinstance(line, LongLine):
+            yield _long_record(source, partial(rewound, line.spool), {"line": number}, line.size, notes)
+        elif line.strip():
             yield from _json_line(source, line, {"line": number}, notes)
     if lines.damage:
         yield Problem(lines.damage, 1, {"line": last + 1})
+
+
+def rewound(spool: BinaryIO) -> BinaryIO:
+    """`spool`, to be read from its start."""
+    spool.seek(0)
+    return spool
+
+
+def _long_record(
+    source: Input, again: Callable[[], BinaryIO], where: dict[str, int], size: int, notes: Notes
+) -> LargeText:
+    """A record too large for memory, in a temporary file: every encoding with every key is one attempt."""
+
+    def chunks(encoding: str, path: tuple[bytes, ...]) -> Iterator[bytes]:
+        scanner = JsonScanner(utf8_chunks(again(), encoding))
+        yield from scanner.text(path)
+        scanner.end()
+        notes.cleaning.update(scanner.surrogates)
+
+    encodings = candidates(again().read(HEAD), source.encoding)
+    paths = key_paths(source.text_key)
+    if again().read(HEAD).lstrip()[:1] == b'"':
+        paths = [()]
+    return LargeText(tuple((e, partial(chunks, e, path)) for e in encodings for path in paths), where, size)
+
+
+def key_paths(text_key: str | None) -> list[tuple[bytes, ...]]:
+    """The places where the text may be: each key as it is, and with its dots as steps into nested objects."""
+    paths = [(key.encode(),) for key in text_keys(text_key)]
+    return paths + [tuple(p.encode() for p in key.split(".")) for key in text_keys(text_key) if "." in key]
 
 
 def _json_line(source: Input, line: bytes, where: dict[str, int], notes: Notes) -> Iterator[Event]:
@@ -83,26 +118,44 @@ def find_text(value: Any, text_key: str | None) -> Any:
 def read_json_object(source: Input, stream: Plain, notes: Notes) -> Iterator[Event]:
     """A file that holds one JSON object: its text if it has one, else the file itself is the text."""
     head = stream.peek(LARGE)
+    if len(head) == LARGE:
+        yield _large_object(source, head, notes)
+        return
     try:
         value = parse_json(to_utf8(head, source.encoding)[0].decode())
     except Unreadable:
         value = None
-    if len(head) < LARGE and isinstance(find_text(value, source.text_key), str):
+    if isinstance(find_text(value, source.text_key), str):
         stream.read_up_to(len(head))
         yield from record_events(value, source.text_key, len(head), {"offset": 0}, notes)
     else:
         yield from read_text(source, stream, notes)
 
 
+def _large_object(source: Input, head: bytes, notes: Notes) -> LargeText:
+    def chunks(encoding: str, path: tuple[bytes, ...] | None) -> Iterator[bytes]:
+        with source.plain() as stream:
+            utf8 = utf8_chunks(stream, encoding)
+            if path is None:
+                yield from utf8
+                return
+            scanner = JsonScanner(utf8)
+            yield from scanner.text(path)
+            scanner.end()
+            notes.cleaning.update(scanner.surrogates)
+
+    places = [*key_paths(source.text_key), None]
+    encodings = candidates(head[:HEAD], source.encoding)
+    return LargeText(tuple((e, partial(chunks, e, path)) for path in places for e in encodings), {"offset": 0})
+
+
 def read_json_array(source: Input, stream: Plain, notes: Notes) -> Iterator[Event]:
     """One document an element; from the first element that is no JSON on, the rest is set aside."""
-    window = _Window(as_utf8(source, stream, notes))
+    window = Window(_array_stream(source, stream, notes))
     try:
         window.expect("[")
         while not window.next_is("]"):
-            start = window.offset
-            value = window.value()
-            yield from record_events(value, source.text_key, window.offset - start, {"offset": start}, notes)
+            yield from _element(source, window, notes)
             if not window.next_is(","):
                 window.expect("]")
                 break
@@ -113,82 +166,33 @@ def read_json_array(source: Input, stream: Plain, notes: Notes) -> Iterator[Even
         yield Problem(str(error), max(window.rest(), 1), {"offset": offset})
 
 
-class _Window:
-    """JSON values one after the other out of a stream of UTF-8, holding no more than the current value."""
+def _element(source: Input, window: Window, notes: Notes) -> Iterator[Event]:
+    start = window.offset
+    value, clean = window.value()
+    where, size = {"offset": start}, window.offset - start
+    if value is TOO_LARGE:
+        with source.spool() as spool:
+            window.spool_value(spool)
+            yield _long_record(source, lambda: rewound(spool), where, window.offset - start, notes)
+    elif not clean:
+        yield Problem("not valid utf-8; declare the source's encoding", size, where)
+    else:
+        notes.encodings["utf-8"] += 1
+        yield from record_events(value, source.text_key, size, where, notes)
 
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._bytes, self._text, self._at, self._ended = stream, b"", "", 0, False
-        self._decoder = json.JSONDecoder()
-        self.offset = 0  # bytes consumed
 
-    def _more(self) -> bool:
-        chunk = b"" if self._ended else self._stream.read(CHUNK)
-        self._ended = not chunk
-        data = self._bytes + chunk
+def _array_stream(source: Input, stream: Plain, notes: Notes) -> Any:
+    """The stream in UTF-8; where an encoding is declared, the file is looked through once to see if it is needed."""
+    if not source.encoding or mark_of(stream.peek(8)):
+        return as_utf8(source, stream, notes)
+    for encoding in candidates(stream.peek(HEAD), source.encoding):
         try:
-            text, self._bytes = data.decode(), b""
-        except UnicodeDecodeError as error:
-            if len(data) - error.start > 3 or not chunk:
-                raise Unreadable(f"not valid utf-8 near byte {self.offset}") from None
-            text, self._bytes = data[: error.start].decode(), data[error.start :]
-        self._text, self._at = self._text[self._at :] + text, 0
-        return bool(chunk)
-
-    def _skip_blank(self) -> None:
-        while True:
-            end = self._at
-            while end < len(self._text) and self._text[end] in " \t\r\n":
-                end += 1
-            self.offset, self._at = self.offset + end - self._at, end
-            if end < len(self._text) or not self._more():
-                return
-
-    def next_is(self, char: str) -> bool:
-        """Whether the next character, white space apart, is `char`."""
-        self._skip_blank()
-        return self._text.startswith(char, self._at)
-
-    def expect(self, char: str) -> None:
-        """Consume `char`, or raise `Unreadable`."""
-        if not self.next_is(char):
-            raise Unreadable(f"not valid JSON: {char!r} expected at byte {self.offset}")
-        self._at, self.offset = self._at + 1, self.offset + 1
-
-    def value(self) -> Any:
-        """The next JSON value; the window grows until it holds it."""
-        self._skip_blank()
-        wanted = CHUNK
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-                if end < len(self._text) or self._ended:  # a number at the window's end may go on
-                    break
-            except RecursionError:
-                raise Unreadable("JSON nested too deeply") from None
-            except ValueError as error:
-                if self._ended:
-                    raise Unreadable(f"not valid JSON: {error} at byte {self.offset}") from None
-            while len(self._text) - self._at < wanted and self._more():
-                pass
-            if len(self._text) - self._at < wanted:
-                self._more()
-            wanted *= 2
-        self.offset += len(self._text[self._at : end].encode("utf-8", "surrogatepass"))
-        self._at = end
-        return value
-
-    def end(self) -> None:
-        """Nothing but white space may follow."""
-        self._skip_blank()
-        if self._at < len(self._text):
-            raise Unreadable(f"not valid JSON: something follows the array at byte {self.offset}")
-
-    def rest(self) -> int:
-        """Consume the rest and return its size in bytes."""
-        size = len(self._text) - self._at + len(self._bytes)
-        try:
-            while chunk := self._stream.read(CHUNK):
-                size += len(chunk)
+            with source.plain() as again:
+                for _ in utf8_chunks(again, encoding):
+                    pass
         except Unreadable:
-            pass  # the damage has been told already
-        return size
+            continue
+        if encoding != "utf-8":
+            notes.encodings[encoding] += 1
+            return Recoded(stream, encoding)
+    return stream

@@ -15,13 +15,14 @@ import pyarrow as pa
 from lmperf.corpus.cleaning import DECLARED
 from lmperf.corpus.merging import Merger, Tally
 from lmperf.corpus.sources import check_sources
-from lmperf.corpus.walking import Walk, display, walk
-from lmperf.corpus.writing import Shard, ShardWriter, file_sha256
+from lmperf.corpus.walking import Walk, walk
+from lmperf.corpus.writing import ShardWriter, file_sha256
 from lmperf.records import SCHEMA_VERSION, CheckFailed, InputError, atomic_write, read_json, write_json
 
 log = logging.getLogger(__name__)
 
 DUPLICATE_WARNING = 0.3
+SOURCE_FIELDS = ("name", "kind", "domain", "licence", "encoding", "text_key", "reproducible")
 
 
 def ingest(
@@ -35,8 +36,8 @@ def ingest(
 ) -> dict[str, Any]:
     """Merge all sources that `raw`/manifest.json has into Arrow shards below `out`; return (and write) their manifest.
 
-    `progress` is called with bytes done and bytes in all. `CheckFailed` when more than `max_quarantine` of the bytes was set
-    aside, when there is no document, or when the disk is full; earlier outputs then stay as they were.
+    `progress` is called with bytes done and bytes in all. `CheckFailed` when more than `max_quarantine` of the bytes
+    was set aside, when there is no document, or when the disk is full; earlier outputs then stay as they were.
     """
     raw, out = Path(raw), Path(out)
     check_sources(sources)
@@ -142,8 +143,7 @@ def _source_record(source: Mapping[str, Any], each: Walk, tally: Tally) -> dict[
     return {
         **{
             key: source.get(key)
-            for key in ("name", "kind", "domain", "licence", "encoding", "text_key", "reproducible")
-        },
+            for key in SOURCE_FIELDS},
         "files": len(each.files),
         **{key: value for key, value in vars(tally).items() if key not in ("notes", "reasons")},
         "duplicate_share": share,
@@ -169,10 +169,9 @@ def _remove_stale(out: Path, current: set[str]) -> None:
 
 
 def read_shards(shards: Path, *, verify: bool = True) -> Iterator[tuple[str, str, str, str]]:
-    """Every row of the shards that the manifest lists: (source, domain, document id, text).
+    """Every document of the shards that the manifest lists: (source, domain, document id, text).
 
-    A document over 8 MiB comes as several consecutive rows with one id, whose texts joined are the document.
-    With `verify`, a shard whose SHA-256 is not the manifest's is an `InputError` that names it, before its first row.
+    With `verify`, a shard whose SHA-256 is not the manifest's is an `InputError` that names it, before its first document.
     """
     for path in shard_paths(shards, verify=verify):
         with pa.memory_map(str(path)) as mapped:
@@ -196,10 +195,7 @@ def shard_paths(shards: Path, *, verify: bool = True) -> Iterator[Path]:
 
 
 def iter_texts(shards: Path, domain: str | None = None, *, verify: bool = True) -> Iterator[str]:
-    """The text of every row, of one domain if named (rows as in `read_shards`)."""
+    """The text of every document, of one domain if named."""
     for _, found, _, text in read_shards(shards, verify=verify):
         if domain is None or found == domain:
             yield text
-
-
-__all__ = ["Shard", "display", "ingest", "iter_texts", "read_shards", "shard_paths"]

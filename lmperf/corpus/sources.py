@@ -32,9 +32,9 @@ NO_TEXT = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__py
 
 
 def fetch_corpus(sources: Sequence[Mapping[str, Any]], raw: Path, wheels: Path | None = None) -> dict[str, Any]:
-    """Fetch `sources` into the folder `raw` and return (and write) its manifest; `wheels` is a folder of wheels to use offline.
+    """Fetch `sources` into the folder `raw` and return (and write) its manifest; `wheels`: wheels to use offline.
 
-    A source that cannot be had is left out with a warning and its reason; when none can be had, Python's own sources serve.
+    A source that cannot be had is left out with a warning and its reason; when none can be had, `stdlib` serves.
     """
     raw = Path(raw)
     check_sources(sources)
@@ -230,7 +230,7 @@ def _left_out(name: str, reason: str) -> dict[str, Any]:
 
 
 def _replace_folder(target: Path, fill: Any) -> None:
-    """Fill a new folder beside `target` and put it in its place, so that a killed run leaves no half folder under that name."""
+    """Fill a new folder and put it in `target`'s place, so that a killed run leaves no half folder under that name."""
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=target.parent) as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()

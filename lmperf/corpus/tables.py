@@ -18,7 +18,7 @@ LONGEST_ROW = 32 << 20  # csv holds a cell in four bytes a character
 def read_table(source: Input, stream: Plain, notes: Notes, delimiter: str) -> Iterator[Event]:
     """One document a row; a row of another width than the header's is set aside."""
     csv.field_size_limit(sys.maxsize)
-    lines = _CountedLines(Lines(as_utf8(source, stream, notes)))
+    lines = _CountedLines(Lines(source, as_utf8(source, stream, notes)))
     column: int | None = None
     width = 0
     for number, size, row in _rows(lines, delimiter):

