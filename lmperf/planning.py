@@ -12,7 +12,7 @@ from typing import Any
 from lmperf.catalogue import Entry, catalogue
 from lmperf.config import Config, Session
 from lmperf.records import ArmSpec, Cell, InputError, QualitySpec, SessionSpec, digest, to_json
-from lmperf.sources import FETCHING, TOKENIZING, ingesting, quality_code, session_code, stage_code
+from lmperf.sources import quality_code, session_code, stage_code
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def make_plan(config: Config) -> Plan:
             "smallest_effect": config.measure.smallest_effect,
             "config_hash": digest({name: to_json(spec) for name, spec in sessions.items()}),
             "sessions": sorted(sessions),
-            "code": stage_code("statistics.py", "comparing.py"),
+            "code": stage_code("comparing.py"),
         },
         ablate=ablate_spec(config, quality),
         report=report_spec(config, sessions),
@@ -95,7 +95,7 @@ def fetch_spec(config: Config) -> dict[str, Any]:
     return {
         "sources": [source.model_dump(exclude_none=True) for source in config.corpus.sources],
         "wheels": config.corpus.wheels,
-        "code": stage_code(*FETCHING),
+        "code": stage_code("corpus/sources.py"),
     }
 
 
@@ -108,7 +108,7 @@ def ingest_spec(config: Config) -> dict[str, Any]:
         "shard_bytes": config.corpus.shard_bytes,
         "max_quarantine": config.corpus.max_quarantine,
         "state": source_state([s.path for s in config.corpus.sources if s.path], Path(config.output.data)),
-        "code": stage_code(*ingesting()),
+        "code": stage_code("corpus/shards.py"),
     }
 
 
@@ -123,7 +123,7 @@ def tokenize_spec(config: Config) -> dict[str, Any]:
         "file_hash": digest(Path(file).read_text(encoding="utf-8")) if file else None,
         "block": max(lengths) + 1,
         "seed": config.seed,
-        "code": stage_code(*TOKENIZING),
+        "code": stage_code("corpus/tokenizer.py"),
     }
 
 
@@ -174,9 +174,7 @@ def profile_spec(config: Config) -> dict[str, Any]:
         session="profile",
         axis="attention",
         workload="training_step",
-        code=stage_code(
-            "records.py", "recipe.py", "reference.py", "model.py", "profiling.py", "flops.py", "machine.py"
-        ),
+        code=stage_code("profiling.py"),
     )
     return {"session": to_json(spec), **config.profile.model_dump()}
 
@@ -347,7 +345,7 @@ def ablate_spec(config: Config, quality: Mapping[str, QualitySpec]) -> dict[str,
         "interactions": [list(pair) for pair in config.ablation.interactions],
         "smallest_effect": config.measure.smallest_effect,
         "quality": sorted(quality),
-        "code": stage_code("ablation.py", "claims.py", "claims.yaml", "statistics.py"),
+        "code": stage_code("ablation.py", "claims.py", "claims.yaml"),
     }
 
 
@@ -366,5 +364,5 @@ def report_spec(config: Config, sessions: Mapping[str, SessionSpec]) -> dict[str
         "left_out": left_out(config),
         "sessions": sorted(sessions),
         "config": config.model_dump(mode="json", exclude={"report", "cluster"}),
-        "code": stage_code("figures.py", "reporting.py", "templates", "scaling.py"),
+        "code": stage_code("reporting.py", "templates"),
     }

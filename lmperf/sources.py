@@ -1,4 +1,9 @@
-"""Which of the package's own source files a stage is made of, so that editing one re-runs that stage and no other."""
+"""Which of the package's own source files a stage is made of, so that editing one re-runs that stage and no other.
+
+A stage is made of its entry module and of all package modules that this one imports, followed through the source
+text.  The registry, the axes and the workloads are never followed: a session names its own axis and workload, so
+that editing `variants/attention.py` re-runs the attention sessions and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +14,36 @@ from pathlib import Path
 
 from lmperf.catalogue import PACKAGE, plugin_file, source_hash
 
-#: The measuring core: every timing session is made of these files, whatever its axis.
-MEASURING = (
-    "records.py", "recipe.py", "reference.py", "model.py", "checking.py", "devices.py", "launching.py", "timing.py",
-    "memory.py", "sessions.py", "workloads/base.py",
-)  # fmt: skip
-TRAINING = ("records.py", "recipe.py", "reference.py", "model.py", "training.py")
-FETCHING = ("corpus/sources.py", "corpus/wheels.py")
-TOKENIZING = tuple(f"corpus/{name}.py" for name in ("tokenizer", "token_shards", "splits", "accelerator"))
-#: Only helper modules of an axis are followed; the registry and the core are named above or left out on purpose.
-FOLLOWED = ("implementations", "kernels", "caching")
+#: Modules whose edits are no change of what is measured, or that name everything and so would re-run everything.
+NOT_FOLLOWED = ("registry", "catalogue", "variants", "workloads", "config", "planning", "sources", "qualify", "doctor")
 
 
 @lru_cache(maxsize=256)
-def imported_helpers(path: Path) -> frozenset[Path]:
-    """The helper modules (implementations, kernels, caching) that a file imports, transitively."""
-    found: set[Path] = set()
-    queue = [path]
+def closure(entry: Path) -> frozenset[Path]:
+    """The entry file and every package file that it imports, transitively, but for those `NOT_FOLLOWED`."""
+    found, queue = {entry}, [entry]
     while queue:
-        for name in _imports(queue.pop()):
-            parts = name.split(".")
-            if parts[0] != "lmperf" or len(parts) < 2 or parts[1] not in FOLLOWED:
-                continue
-            for file in (
-                PACKAGE.joinpath(*parts[1:]).with_suffix(".py"),
-                PACKAGE.joinpath(*parts[1:-1]).with_suffix(".py"),
-            ):
-                if file.is_file() and file not in found:
-                    found.add(file)
-                    queue.append(file)
+        for file in _imported_files(queue.pop()):
+            if file not in found:
+                found.add(file)
+                queue.append(file)
     return frozenset(found)
 
 
+@lru_cache(maxsize=512)
+def _imported_files(path: Path) -> tuple[Path, ...]:
+    files = []
+    for name in _imports(path) if path.is_file() else ():
+        parts = name.split(".")
+        if parts[0] == "lmperf" and len(parts) > 1 and parts[1] not in NOT_FOLLOWED:
+            # `from lmperf.a import b` may name a module b or something inside the module a
+            tried = (PACKAGE.joinpath(*parts[1:]).with_suffix(".py"), PACKAGE.joinpath(*parts[1:-1]).with_suffix(".py"))
+            files += [file for file in tried if file.is_file()]
+    return tuple(files)
+
+
 def _imports(path: Path) -> Iterable[str]:
-    """Dotted names imported anywhere in a file; `from a import b` gives a.b, which may be a module."""
+    """Dotted names imported anywhere in a file; `from a import b` gives a.b."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,43 +51,39 @@ def _imports(path: Path) -> Iterable[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def axis_files(axes: Iterable[str]) -> list[Path]:
-    """The axes' own files with the helper modules they import."""
+def axis_files(axes: Iterable[str]) -> set[Path]:
+    """The axes' own files with the modules they import."""
     files = [PACKAGE / "variants" / f"{axis}.py" for axis in axes]
-    present = [file for file in files if file.is_file()]
-    return [*present, *(helper for file in present for helper in imported_helpers(file))]
+    return set().union(*(closure(file) for file in files if file.is_file()))
 
 
 def session_code(axes: Sequence[str], workload: str, plugins: Sequence[str]) -> str:
     """Hash over a session's sources: the measuring core, its workload's file, its axes' files and the plugins."""
     own = workload_file(workload)
-    helpers = imported_helpers(own) if own else ()
-    return _hash([*MEASURING, *([own] if own else []), *helpers, *axis_files(axes), *map(plugin_file, plugins)])
-
-
-def ingesting() -> list[str]:
-    """Files of the ingest stage: all of the corpus package but what fetches, tokenizes or loads."""
-    other = {*FETCHING, *TOKENIZING, "corpus/datasets.py", "corpus/state.py"}
-    return [name for file in sorted((PACKAGE / "corpus").glob("*.py")) if (name := f"corpus/{file.name}") not in other]
+    files = closure(PACKAGE / "sessions.py") | axis_files(axes) | {PACKAGE / "workloads" / "base.py"}
+    files |= closure(own) if own else set()
+    return _hash([*files, *map(plugin_file, plugins)])
 
 
 def quality_code(axes: Sequence[str], plugins: Sequence[str]) -> str:
     """Hash over a quality run's sources."""
-    return _hash([*TRAINING, *axis_files(axes), *map(plugin_file, plugins)])
+    return _hash([*closure(PACKAGE / "training.py"), *axis_files(axes), *map(plugin_file, plugins)])
 
 
-def stage_code(*names: str) -> str:
-    """Hash over named package files; folders stand for the Python files in them."""
-    files: list[Path | str] = []
-    for name in names:
+def stage_code(*entries: str) -> str:
+    """Hash over the stages' entry modules with what they import; folders and other files stand for themselves."""
+    files: set[Path] = set()
+    for name in entries:
         path = PACKAGE / name
-        files += sorted(path.glob("*")) if path.is_dir() else [path]
-    return _hash([file for file in files if Path(file).is_file()])
+        if path.suffix == ".py" and path.is_file():
+            files |= closure(path)
+        else:
+            files |= set(path.rglob("*.*")) if path.is_dir() else {path}
+    return _hash(files)
 
 
-def _hash(files: Iterable[Path | str]) -> str:
-    resolved = [Path(file) if Path(file).is_absolute() else PACKAGE / file for file in files]
-    return source_hash([file for file in resolved if file.is_file()])
+def _hash(files: Iterable[Path]) -> str:
+    return source_hash([file for file in files if file.is_file()])
 
 
 @lru_cache(maxsize=32)
@@ -94,9 +91,11 @@ def workload_file(workload: str) -> Path | None:
     """The file of `lmperf.workloads` that registers a workload's name, found by its decorator."""
     for path in sorted((PACKAGE / "workloads").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef):
-                for call in node.decorator_list:
-                    if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "workload" and call.args:
-                        if isinstance(call.args[0], ast.Constant) and call.args[0].value == workload:
-                            return path
+            if isinstance(node, ast.FunctionDef) and workload in _registered(node):
+                return path
     return None
+
+
+def _registered(function: ast.FunctionDef) -> list[object]:
+    calls = [c for c in function.decorator_list if isinstance(c, ast.Call) and getattr(c.func, "id", "") == "workload"]
+    return [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]

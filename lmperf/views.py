@@ -1,0 +1,315 @@
+"""What the report shows, as plain rows: selection and wording of tables, no drawing and no HTML."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lmperf import __version__
+from lmperf.catalogue import AXES, Entry, catalogue
+from lmperf.figures import finite
+from lmperf.records import InputError, read_json
+from lmperf.scaling import growth_exponent
+from lmperf.tables import read_csv
+
+Row = Mapping[str, Any]
+
+AXIS_TITLES = {
+    "attention": "Attention",
+    "precision": "Precision",
+    "dataloader": "Data loading",
+    "generation": "Generation",
+    "norm": "Normalisation",
+    "matmul": "Matrix multiplication",
+    "graph": "Execution and memory",
+    "distributed": "Distributed training",
+    "compression": "Compression",
+    "stack": "The stack",
+}
+#: Order in which a person looks for them; the metrics of a cell that are shown, the first being the primary one.
+METRICS = {
+    "step_time_s": "time",
+    "ttft_s": "time to first token",
+    "itl_s": "inter-token latency",
+    "peak_memory_bytes": "peak memory",
+    "model_bytes": "model size",
+    "bytes_on_wire": "bytes on the wire",
+    "wait_share": "waiting share",
+}
+
+
+def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[Row]) -> dict[str, Any]:
+    """Everything the template needs."""
+    tables = reports / "tables"
+    entries = catalogue(tuple(spec["config"].get("plugins", ())))
+    quality = read_csv(tables / "quality.csv")
+    rows = [arm_row(group, quality, entries) for group in cells(results)]
+    machine = read_json(tables / "machine.json")
+    return {
+        "title": spec["title"],
+        "version": __version__,
+        "machine": machine,
+        "results": results,
+        "rounds": sorted({int(r["rounds"]) for r in results if r["rounds"]}),
+        "summary": ranked([row for row in rows if row["workload"] == "training_step" and row["axis"] != "stack"]),
+        "sections": sections(rows),
+        "failures": [row for row in results if row["status"] != "ok" and row["metric"] in ("step_time_s", None, "")],
+        "controls": [row for row in results if row["variant"] == "baseline_prime" and row["metric"] == "step_time_s"],
+        "quality": [row for row in quality if row["metric"] in QUALITY_SHOWN],
+        "ablation": five_dimensions(read_csv(tables / "ablation.csv")),
+        "ladder": read_csv(tables / "ladder.csv"),
+        "stack": spec["config"]["ablation"]["stack"],
+        "claims": read_csv(tables / "claims.csv"),
+        "hotspots": read_csv(tables / "hotspots.csv"),
+        "utilisation": read_csv(tables / "utilisation.csv"),
+        "profile": read_json(reports / "profile" / "profile.json"),
+        "qualify": optional_json(tables / "qualify.json"),
+        "corpus": corpus(data),
+        "sessions_facts": session_facts(reports / "sessions", spec["sessions"]),
+        "left_out": spec["left_out"],
+        "config": json.dumps(spec["config"], indent=1, sort_keys=True),
+    }
+
+
+QUALITY_SHOWN = ("bits_per_byte",)
+
+
+def optional_json(path: Path) -> Any:
+    """A JSON file's content, or None when it does not exist."""
+    return read_json(path) if path.exists() else None
+
+
+def cells(results: Sequence[Row]) -> list[list[Row]]:
+    """The results grouped by session, shape and variant, in file order; the hidden control is left to its own table."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in results:
+        if row["variant"] not in ("baseline", "baseline_prime"):
+            groups.setdefault((row["session"], row["shape"], row["variant"]), []).append(row)
+    return list(groups.values())
+
+
+def arm_row(group: Sequence[Row], quality: Sequence[Row], entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """One line of a comparison table: the primary metric with its interval, and the other metrics' ratios."""
+    by_metric = {row["metric"]: row for row in group}
+    first = by_metric.get("step_time_s") or group[0]
+    ratio, low, high = (finite(first[key]) for key in ("ratio", "ci_low", "ci_high"))
+    key = f"{first['axis']}/{first['variant']}"
+    return {
+        **first,
+        "speedup": 1 / ratio if ratio else None,
+        "speedup_low": 1 / high if high else None,
+        "speedup_high": 1 / low if low else None,
+        "others": [
+            by_metric[name] | {"label": label}
+            for name, label in METRICS.items()
+            if name in by_metric and name != "step_time_s"
+        ],
+        "summary": entries[key].summary if key in entries else "",
+        "control": entries[key].control if key in entries else False,
+        "quality": quality_word(key, quality, entries),
+    }
+
+
+def quality_word(key: str, quality: Sequence[Row], entries: Mapping[str, Entry]) -> str:
+    """What is known of a variant's quality: a verdict of paired runs, or that it was checked to be the same function."""
+    for row in quality:
+        if (
+            row["recipe"] == key
+            and row["metric"] == "bits_per_byte"
+            and row.get("stressed") in ("False", "false", None)
+        ):
+            return f"{row['verdict']} (n = {row['n']})"
+    entry = entries.get(key)
+    if entry is None:
+        return "see quality table" if key.startswith("stack/") else "not measured"
+    if entry.quality_run:
+        return "not measured"
+    return "same function (checked)"
+
+
+def ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fastest first; rows without a number last."""
+    return sorted(rows, key=lambda row: (row["speedup"] is None, -(row["speedup"] or 0)))
+
+
+def sections(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One section per session, in the axes' order."""
+    order = [*AXES, "stack"]
+    names = list(dict.fromkeys(row["session"] for row in rows))
+    made = []
+    for name in sorted(names, key=lambda n: order.index(axis) if (axis := n.partition(".")[0]) in order else 99):
+        mine = [row for row in rows if row["session"] == name]
+        axis, workload = mine[0]["axis"], mine[0]["workload"]
+        title = f"{AXIS_TITLES.get(axis, axis)}: {workload.replace('_', ' ')}"
+        made.append(
+            {"name": name, "title": title, "axis": axis, "rows": mine, "shapes": len({r["shape"] for r in mine})}
+        )
+    return made
+
+
+def forest_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows of the forest figure: those with a number."""
+    several = len({(row["session"], row["shape"]) for row in rows}) > 1
+    axes = len({row["axis"] for row in rows}) > 1
+    made = []
+    for row in rows:
+        if row["speedup"]:
+            label = f"{row['axis']}/{row['variant']}" if axes else row["variant"]
+            label += f"  {row['shape']}" if several and not axes else ""
+            made.append({"label": label.replace("axis/", ""), "speedup": row["speedup"], "low": row["speedup_low"],
+                         "high": row["speedup_high"], "verdict": row["verdict"], "floor": finite(row["noise_floor"])})  # fmt: skip
+    return made
+
+
+def sweep_series(results: Sequence[Row], metric: str, scale: float) -> dict[str, list[tuple[float, float]]]:
+    """Length → value for each variant of the attention operator session, at the head size measured most often."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in results:
+        if row["axis"] == "attention" and row["workload"] == "operator_forward_backward" and row["metric"] == metric:
+            params = dict(part.split("=", 1) for part in row["shape"].split() if "=" in part)
+            value = finite(row["value"])
+            if (
+                value
+                and "length" in params
+                and row["variant"] != "baseline_prime"
+                and params.get("head_dim", "64") == "64"
+            ):
+                name = "naive (baseline)" if row["variant"] == "baseline" else row["variant"]
+                points.setdefault(name, []).append((float(params["length"]), value * scale))
+    return {name: sorted(values) for name, values in points.items()}
+
+
+def exponent_label(name: str, points: Sequence[tuple[float, float]]) -> str:
+    """A line's legend: the name, with the fitted growth exponent where three lengths or more allow one."""
+    if len(points) < 3:
+        return name
+    fit = growth_exponent([x for x, _ in points], [y for _, y in points])
+    return f"{name}: ∝ T^{fit.exponent:.2f}" if fit is not None else name
+
+
+def read_quality_runs(folder: Path) -> list[dict[str, Any]]:
+    """All quality runs' JSON, sorted by name."""
+    return [read_json(path) for path in sorted(folder.glob("*.json"))] if folder.exists() else []
+
+
+def median_curves(runs: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Recipe → (tokens, median over seeds of bits per byte), runs at the ordinary learning rate only."""
+    groups: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        if not run["spec"]["stressed"]:
+            for point in run.get("curve") or ():
+                if finite(point["bits_per_byte"]) is not None:
+                    groups.setdefault(run["spec"]["recipe"], {}).setdefault(point["tokens"], []).append(
+                        point["bits_per_byte"]
+                    )
+    order = sorted(groups, key=lambda name: (name != "baseline", name))
+    return {name: [(t, statistics.median(values)) for t, values in sorted(groups[name].items())] for name in order}
+
+
+def ladder_rows(results: Sequence[Row], stack: Sequence[str]) -> list[dict[str, Any]]:
+    """The ladder upwards: the baseline, then each longer prefix of the stack."""
+    names = [f"only:{stack[0]}", *(f"up-{n}" for n in range(2, len(stack))), "all"] if stack else []
+    by_name = {r["variant"]: r for r in results if r["axis"] == "stack" and r["metric"] == "step_time_s"}
+    rows: list[dict[str, Any]] = [{"label": "baseline", "speedup": 1.0, "low": None, "high": None}]
+    for name, variant in zip(names, stack, strict=False):
+        row = by_name.get(name)
+        ratio = finite(row["ratio"]) if row else None
+        if row and ratio:
+            low, high = finite(row["ci_low"]), finite(row["ci_high"])
+            rows.append({"label": f"+ {variant}", "speedup": 1 / ratio, "low": 1 / high if high else None,
+                         "high": 1 / low if low else None})  # fmt: skip
+    return rows
+
+
+def five_dimensions(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The ablation by recipe: the first metric of each dimension."""
+    table: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        table.setdefault(row["recipe"], {}).setdefault(row["dimension"], row)
+    return [{"recipe": recipe, **found} for recipe, found in table.items()]
+
+
+def corpus(data: Path) -> dict[str, Any]:
+    """Sources, counts and splits from the three manifests."""
+    raw, shards, tokens = (read_json(data / name / "manifest.json") for name in ("raw", "shards", "tokens"))
+    counts = {source["name"]: source for source in shards["sources"]}
+    return {
+        "sources": [{**source, **{"counts": counts.get(source["name"])}} for source in raw["sources"]],
+        "totals": shards["totals"],
+        "reproducible": shards["reproducible"],
+        "shards": len(shards["shards"]),
+        "reused": sum(bool(shard.get("reused")) for shard in shards["shards"]),
+        "tokens": tokens,
+    }
+
+
+def session_facts(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Each session's header in brief: rounds, arms, cells, environment, machine."""
+    facts = []
+    for name in names:
+        with (folder / f"{name}.jsonl").open(encoding="utf-8") as stream:
+            try:
+                header = json.loads(stream.readline())
+            except json.JSONDecodeError:
+                raise InputError(f"{folder / name}.jsonl: its first line is not valid JSON") from None
+        spec = header["spec"]
+        facts.append({"name": name, "rounds": spec["rounds"], "arms": len(spec["arms"]), "threads": spec["threads"],
+                      "fingerprint": header["fingerprint"], "seed": spec["seed"], "environment": spec["environment"],
+                      "device": spec["device"]})  # fmt: skip
+    return facts
+
+
+def show_ratio(value: Any, digits: int = 3) -> str:
+    """1.234 as "1.23×"; nothing as a dash."""
+    number = finite(value)
+    return "–" if number is None else f"{number:.{digits}g}×" if number < 100 else f"{number:,.0f}×"
+
+
+def show_short(value: Any) -> str:
+    """A table's text: numbers to four digits, other text as it is."""
+    number = finite(value)
+    return str(value) if number is None else f"{number:.4g}"
+
+
+def show_percent(value: Any, digits: int = 1) -> str:
+    """0.0123 as "1.2 %"."""
+    number = finite(value)
+    return "–" if number is None else f"{100 * number:.{digits}f} %"
+
+
+def show_bytes(value: Any) -> str:
+    """Bytes in the binary unit that reads best."""
+    number = finite(value)
+    if number is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024 or unit == "GiB":
+            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
+        number /= 1024
+    return "–"
+
+
+def show_count(value: Any) -> str:
+    """A whole number with separators."""
+    number = finite(value)
+    return "–" if number is None else f"{number:,.0f}"
+
+
+def show_quantity(value: Any, unit: str | None) -> str:
+    """A value in a readable multiple of its unit: seconds, bytes, rates."""
+    number = finite(value)
+    if number is None:
+        return "–"
+    if unit == "bytes":
+        return show_bytes(number)
+    if unit == "s":
+        for scale, name in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+            if number * scale >= 1 or name == "µs":
+                return f"{number * scale:.3g} {name}"
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= scale and unit:
+            return f"{number / scale:.3g} {prefix}{'' if unit == 'tokens/s' else ''}{unit}"
+    return f"{number:.3g} {unit or ''}".strip()
