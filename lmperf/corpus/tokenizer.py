@@ -16,12 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lmperf.corpus import splits
-from lmperf.corpus.accelerator import Encode, Engine, choose_engine
-from lmperf.corpus.token_shards import SplitWriter, token_dtype
+from lmperf.corpus.accelerator import Engine, choose_engine
+from lmperf.corpus.encoding import encode_splits
+from lmperf.corpus.token_shards import token_dtype
 from lmperf.records import CheckFailed, InputError, write_json
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ class LoadedTokenizer:
     vocab_size: int
     end_of_text: int
     lossless: bool  # decode(encode(text)) == text on the first documents
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of `tokenizer.json`: stands in the manifest and in every token shard."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
 
 def tokenize(
@@ -79,7 +84,16 @@ def tokenize(
     engine = choose_engine(loaded.tokenizer, accelerator, _first_texts(found, chosen))
     asked = {"vocab_size": vocab_size, "sample_bytes": sample_bytes, "training_domain": training_domain, "seed": seed}
     with _building(Path(out)) as building:
-        written = _encode_all(found, chosen, loaded, engine, building, say)
+        written = encode_splits(
+            found,
+            chosen,
+            engine,
+            building,
+            vocab_size=loaded.vocab_size,
+            end_of_text=loaded.end_of_text,
+            metadata={"tokenizer_sha256": loaded.sha256, "end_of_text": str(loaded.end_of_text)},
+            progress=say,
+        )
         left_out = _check_sizes(written, block, chosen, Path(shards))
         manifest = _manifest(loaded, engine, written, left_out, block)
         manifest["split"] = splits.describe(found, chosen)
@@ -221,55 +235,6 @@ def _first_texts(found: splits.Survey, chosen: splits.Assignment) -> list[str]:
     return texts
 
 
-def _encode_all(
-    found: splits.Survey,
-    chosen: splits.Assignment,
-    loaded: LoadedTokenizer,
-    engine: Engine,
-    building: Path,
-    say: Progress,
-) -> dict[str, dict[str, Any]]:
-    """Encode every split into token shards in `building`; split name → its manifest entry."""
-    tokenizer_sha256 = hashlib.sha256(loaded.text.encode()).hexdigest()
-    dtype = token_dtype(loaded.vocab_size)
-    metadata = {"tokenizer_sha256": tokenizer_sha256, "end_of_text": str(loaded.end_of_text)}
-    writers = [SplitWriter(building, name, dtype, metadata) for name in chosen.splits]
-    total, done = int(np.where(chosen.split >= 0, chosen.take, 0).sum()), 0
-    for batch in _batched(splits.pieces(found, chosen), engine.batch_bytes):
-        _encode_batch(batch, engine.encode, loaded.end_of_text, writers)
-        done += sum(piece.size for piece in batch)
-        say(f"tokenized {done / 1e6:.1f} of {total / 1e6:.1f} MB")
-    return {writer.name: writer.close() for writer in writers}
-
-
-def _batched(pieces: Iterator[splits.Piece], limit: int) -> Iterator[list[splits.Piece]]:
-    batch: list[splits.Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += piece.size
-        if size >= limit:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode_batch(batch: list[splits.Piece], encode: Encode, end_of_text: int, writers: list[SplitWriter]) -> None:
-    batch.sort(key=lambda piece: piece.split)  # stable: reading order stays within a split
-    ids, lengths = encode([piece.text for piece in batch])
-    stops = np.cumsum(lengths)
-    last = np.array([piece.last for piece in batch])
-    ends = np.searchsorted([piece.split for piece in batch], np.arange(len(writers) + 1))
-    for writer, first, stop in zip(writers, ends, ends[1:], strict=False):
-        if first == stop:
-            continue
-        start = int(stops[first - 1]) if first else 0
-        closing = stops[first:stop][last[first:stop]] - start
-        tokens = np.insert(ids[start : stops[stop - 1]], closing, end_of_text)
-        writer.add(tokens, documents=len(closing), size=sum(piece.size for piece in batch[first:stop]))
-
-
 def _check_sizes(
     written: dict[str, dict[str, Any]], block: int, chosen: splits.Assignment, shards: Path
 ) -> dict[str, str]:
@@ -295,7 +260,7 @@ def _manifest(
         "schema": 1,
         "vocab_size": loaded.vocab_size,
         "dtype": token_dtype(loaded.vocab_size).name,
-        "tokenizer_sha256": hashlib.sha256(loaded.text.encode()).hexdigest(),
+        "tokenizer_sha256": loaded.sha256,
         "end_of_text": loaded.end_of_text,
         "lossless": loaded.lossless,
         "block": block,
