@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 
-from lmperf import flops, registry
+from lmperf import flops, memory, registry
+from lmperf.devices import get_device
 from lmperf.failures import reason_of, status_of
 from lmperf.hotspots import COLUMNS, Ceiling, by_operator, hotspots
 from lmperf.machine import datasheet_bandwidth, datasheet_peak, device_name, fingerprint, machine, measure_peaks
 from lmperf.model import TrainingStep, apply_runtime, build
-from lmperf.provenance import provenance, scrub
+from lmperf.provenance import provenance, scrub, scrubbed
 from lmperf.recipe import Recipe
 from lmperf.records import InputError, SessionSpec, to_json, write_json
 from lmperf.reference import LoaderSource
 from lmperf.tables import frame, write_csv
-from lmperf.tracing import overhead, record_within, tensor_peak
+from lmperf.tracing import overhead, record_within
 from lmperf.training import FAILURES
+from lmperf.workloads.base import Prepared
 
 UTILISATION_COLUMNS = ("dtype", "what", "achieved", "peak", "share", "source")
 CURVE_STEPS = 30
@@ -46,7 +48,7 @@ def profile_baseline(
     out.mkdir(parents=True, exist_ok=True)
     facts = machine()
     answer: dict[str, Any] = {
-        "schema": 1, "spec": {**to_json(spec), "data": scrub(spec.data or ""), "texts": scrub(spec.texts or "")},
+        "schema": 1, "spec": scrubbed(to_json(spec)),
         "status": "ok", "reason": None, "provenance": provenance(spec), "fingerprint": fingerprint(facts),
     }  # fmt: skip
     recipe = registry.compose(spec.arms[0].variants if spec.arms else (), spec.plugins)
@@ -57,7 +59,7 @@ def profile_baseline(
     except InputError:
         raise
     except FAILURES as error:
-        answer |= {"status": status_of(error), "reason": reason_of(error)}
+        answer |= {"status": status_of(error), "reason": scrub(reason_of(error))}
     peaks = peaks_of(spec)
     write_tables(spec, recipe, answer, rows, peaks, facts, tables, top)
     write_json(out / "profile.json", answer)
@@ -105,7 +107,7 @@ def profile_step(spec: SessionSpec, recipe: Recipe, traces: Path, budget: int) -
             "file": trace.path.name if trace.path else None, "bytes": trace.size, "budget_bytes": budget,
             "recorded": trace.detail.words if trace.detail else None, "messages": list(trace.messages),
         },
-        "memory": memory_of(training, tensor_peak(recording, spec.device)),
+        "memory": memory_of(training, step, spec.device),
         "flops": flops_of(spec, recipe, training, batches[0]),
         "rows": list(averages),
     }  # fmt: skip
@@ -164,29 +166,14 @@ def describe_warmup(curve: list[float], steady_s: float) -> dict[str, Any]:
     }
 
 
-def memory_of(training: TrainingStep, peak_over_start: int | None) -> dict[str, Any]:
-    """Bytes of parameters, gradients and moments, and the peak of tensor memory during a step.
-
-    The peak is what the recording saw over its start, plus what was there then and stays: parameters and moments.
-    The gradients of the step before are dropped first, and the recording does not see that.
-    """
-    parameters = sum(p.nbytes for p in training.model.parameters())
-    buffers = sum(b.nbytes for b in training.model.buffers())
-    masters = sum(p.nbytes for p in training.masters or ())
-    gradients = sum(p.grad.nbytes for p in training.parameters if p.grad is not None)
-    moments = sum(
-        value.nbytes for state in training.optimizer.state.values() for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )  # fmt: skip
-    resident = parameters + buffers + masters + moments
-    return {
-        "parameters_bytes": parameters + buffers,
-        "master_weights_bytes": masters,
-        "gradients_bytes": gradients,
-        "moments_bytes": moments,
-        "peak_over_start_bytes": peak_over_start,
-        "peak_memory_bytes": None if peak_over_start is None else resident + peak_over_start,
-    }
+def memory_of(training: TrainingStep, step: Callable[[], None], device: str) -> dict[str, Any]:
+    """Tensor peaks of a step by phase, in bytes, and the analytic table with the share that it explains."""
+    # The recording does not see the release of what was there before it: the old gradients go first.
+    training.zero_grad()
+    peaks = memory.peaks(step, get_device(device))
+    table = memory.analytic_table(Prepared(step=step, model=training.model))
+    weighing = memory.Weighing(peaks, None, table)
+    return {"peak_memory_bytes": peaks.step, "forward_peak_bytes": peaks.forward, **weighing.details(None)}
 
 
 def flops_of(

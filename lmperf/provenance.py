@@ -61,6 +61,15 @@ def scrub(text: str) -> str:
     return text
 
 
+def scrubbed(value: Any) -> Any:
+    """JSON-like `value` with every text in it put through `scrub`."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, dict):
+        return {key: scrubbed(item) for key, item in value.items()}
+    return [scrubbed(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 @lru_cache(maxsize=1)
 def _names() -> tuple[str, ...]:
     try:

@@ -170,20 +170,3 @@ def keep(path: Path, out: Path) -> Path:
 def overhead(recording: Recording, plain_s: float) -> float:
     """Profiled over plain step time."""
     return statistics.median(recording.step_s) / plain_s
-
-
-def tensor_peak(recording: Recording, device: str) -> int | None:
-    """Peak bytes of tensors allocated during the active steps over what was there before, from the memory events.
-
-    The events are summed in the order of time; None when memory was not recorded.
-    """
-    if not recording.detail.memory:
-        return None
-    kind = 1 if device.startswith("cuda") else 0
-    events = [e for e in recording.profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    current = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        if int(event.device_type()) == kind:
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak if events else None

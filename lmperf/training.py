@@ -21,7 +21,7 @@ from lmperf.evaluation import Windows
 from lmperf.failures import reason_of, status_of
 from lmperf.machine import fingerprint, machine
 from lmperf.model import StepReport, TrainingStep, apply_runtime, apply_transforms, build
-from lmperf.provenance import provenance, scrub
+from lmperf.provenance import provenance, scrub, scrubbed
 from lmperf.recipe import BuildContext, Recipe
 from lmperf.records import InputError, QualitySpec, to_json, write_json
 from lmperf.reference import LoaderSource
@@ -73,7 +73,7 @@ def train(spec: QualitySpec, out: Path) -> dict[str, Any]:
     except OutOfTime as error:
         outcome |= {"status": "timeout", "reason": str(error)}
     except FAILURES as error:
-        outcome |= {"status": status_of(error), "reason": reason_of(error)}
+        outcome |= {"status": status_of(error), "reason": scrub(reason_of(error))}
     outcome["wall_s"] = time.perf_counter() - start
     write_json(out, outcome)
     return outcome
@@ -83,7 +83,7 @@ def empty_outcome(spec: QualitySpec) -> dict[str, Any]:
     """The outcome of a run of which nothing is known yet: every key, nothing measured."""
     nothing = {"loss": None, "bits_per_byte": None}
     return {
-        "schema": 1, "spec": {**to_json(spec), "data": scrub(spec.data)}, "status": "crashed", "reason": None,
+        "schema": 1, "spec": scrubbed(to_json(spec)), "status": "crashed", "reason": None,
         "curve": [], "final": nothing, "before_finish": None, "held_out": None, "domains": {}, "long_context": None,
         "long_context_reason": None, "stability": None, "gradient_underflow": None, "tokens_per_s": None,
         "timing_note": "from an untimed run: not a benchmark", "peak_memory_bytes": None, "wall_s": None,
