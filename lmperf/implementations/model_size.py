@@ -24,14 +24,14 @@ _NAMES = {
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a model consists of, once (tied ones under their first name), packed layers by `tensors()`."""
-    seen: set[int] = set()
+    seen: dict[int, Tensor] = {}  # the tensors are held, so that no number is given twice
     for path, module in model.named_modules():
         own: dict[str, Any] = (
             module.tensors() if hasattr(module, "tensors") else {**module._parameters, **module._buffers}
         )
         for name, tensor in own.items():
             if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+                seen[id(tensor)] = tensor
                 yield f"{path}.{name}".lstrip("."), tensor.detach()
 
 
