@@ -75,8 +75,8 @@ def peaks(step: Step, device: Device) -> Peaks:
 def cpu_peaks(step: Step) -> Peaks:
     """Peaks on the CPU from the profiler's allocations and frees, summed in time order over the second of two steps.
 
-    The profiler leaves out frees of what was allocated before it started (last step's gradients), so the sum is anchored
-    at its end, where what is alive can be counted, and the first step only makes all that the second one frees.
+    The profiler leaves out frees of what was allocated before it started (last step's gradients), so the sum is
+    anchored at its end, where what is alive can be counted; the first step only makes all that the second one frees.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -94,7 +94,7 @@ def cpu_peaks(step: Step) -> Peaks:
 
 
 def anchored_peaks(changes: Sequence[tuple[int, int]], begin: int, backward: int | None, alive: int) -> Peaks:
-    """Peaks of the step from time `begin` on; (time, bytes) changes end at `alive` bytes; backward starts at `backward`."""
+    """Peaks of the step from time `begin` on; the (time, bytes) changes end with `alive` bytes alive."""
     current = alive - sum(size for _, size in changes)
     before = top = forward = 0
     for when, size in changes:
