@@ -29,7 +29,7 @@ def clean(data: bytes, counts: Counter[str]) -> bytes:
     """UTF-8 `data` cleaned as `DECLARED` says; each change is counted in `counts`. Clean text comes back as it is."""
     if len(data.translate(None, _C0)) != len(data):
         data = _clean_c0(data, counts)
-    if b"\xc2" in data:
+    if b"\xc2" in data:  # the first byte of all C1 characters, and of few others
         data, removed = _C1.subn(b"", data)
         if removed:
             counts["control"] += removed

@@ -44,7 +44,12 @@ def is_plain(data: bytes, name: bytes, keys: tuple[bytes, ...]) -> bool:
     if _SPECIAL.match(data) or name.endswith((b".csv", b".tsv")):
         return False
     end = data.find(b"\n", 0, 2000)
-    return end < 0 or not any(data.find(key, 0, end) >= 0 for key in keys)
+    if end < 0:
+        return True
+    for key in keys:  # a generator would cost as much as all the rest of this function
+        if data.find(key, 0, end) >= 0:
+            return False
+    return True
 
 
 def recognise(head: bytes, name: bytes, text_key: str | None, encoding: str | None = None) -> str:

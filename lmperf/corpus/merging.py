@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS_BYTES = 1 << 22
 TRIES = 3
+READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a file that became a FIFO must not block
 
 
 @dataclass
@@ -198,14 +199,14 @@ class _SourceMerge:
     def _read(self, path: bytes, entry: Entry) -> bytes | None:
         """The whole of a small file; None (and set aside) when it cannot be read or will not hold still."""
         try:
-            expected = entry[1:]
+            _, size, mtime = entry
             for attempt in range(TRIES):
-                data, found = _read_file(path, expected[0])
-                if found == expected and len(data) == found[0]:
+                data, status = _read_file(path, size)
+                if status.st_mtime_ns == mtime and status.st_size == size == len(data):
                     return data
                 if attempt == 0:
                     self._changed(entry.name)
-                expected = found
+                size, mtime = status.st_size, status.st_mtime_ns
         except OSError as error:
             self.set_aside(entry.name, Problem((error.strerror or "cannot be read").lower(), entry.size, {"offset": 0}))
             return None
@@ -213,9 +214,9 @@ class _SourceMerge:
         return None
 
 
-def _read_file(path: bytes, size: int) -> tuple[bytes, tuple[int, int]]:
-    """A file's content and its size and time after the reading."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+def _read_file(path: bytes, size: int) -> tuple[bytes, os.stat_result]:
+    """A file's content and its status after the reading."""
+    handle = os.open(path, READ_FLAGS)
     try:
         data = os.read(handle, size + 1)
         if len(data) != size:
@@ -223,10 +224,9 @@ def _read_file(path: bytes, size: int) -> tuple[bytes, tuple[int, int]]:
             while chunk := os.read(handle, CHUNK):
                 rest.append(chunk)
             data = b"".join(rest)
-        status = os.fstat(handle)
+        return data, os.fstat(handle)
     finally:
         os.close(handle)
-    return data, (status.st_size, status.st_mtime_ns)
 
 
 def _differs(path: bytes, entry: Entry) -> bool:

@@ -171,7 +171,7 @@ def _remove_stale(out: Path, current: set[str]) -> None:
 def read_shards(shards: Path, *, verify: bool = True) -> Iterator[tuple[str, str, str, str]]:
     """Every document of the shards that the manifest lists: (source, domain, document id, text).
 
-    With `verify`, a shard whose SHA-256 is not the manifest's is an `InputError` that names it, before its first document.
+    With `verify`, a shard whose SHA-256 is not the manifest's is an `InputError` that names it, before its first text.
     """
     for path in shard_paths(shards, verify=verify):
         with pa.memory_map(str(path)) as mapped:

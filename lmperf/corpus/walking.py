@@ -8,6 +8,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,7 +77,7 @@ def walk(path: Path | str, *, exclude: Iterable[Path] = ()) -> Walk:
         for name in sorted(linked):
             _walk_tree(result, name, visited, later)
         linked = later
-    result.files.sort()
+    result.files.sort(key=itemgetter(0))
     result.problems.sort()
     return result
 
