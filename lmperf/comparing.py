@@ -25,7 +25,7 @@ from lmperf.readings import (
     measured,
     read_session,
 )
-from lmperf.records import RED_BADGES
+from lmperf.records import RED_BADGES, Sample
 from lmperf.statistics import (
     FEWEST_EXACT_ROUNDS,
     SIZE_WORDS,
@@ -38,8 +38,9 @@ from lmperf.statistics import (
     minimum_rounds,
     verdict,
 )
-from lmperf.tables import write_results
+from lmperf.tables import frame, write_csv, write_results
 
+WARM_UP_COLUMNS = ("session", "workload", "shape", "place", "ratio", "ci_low", "ci_high", "n")
 BADGE_SHARE = 0.25  # a red badge on this share of an arm's paired rounds caps its verdict
 COUNT_TOLERANCE = 0.01  # counted quantities (bytes, model size, hit rate) are "same" within this
 SPREAD_OF_COUNTS = 1e-9  # counts that differ by more than rounding are treated as measured
@@ -53,18 +54,20 @@ def compare(
     config_hash: str,
     smallest_effect: float,
 ) -> pd.DataFrame:
-    """Compare every session's arms with its baseline and write results.csv and results.parquet (RESULT_COLUMNS)."""
-    rows = []
+    """Compare every session's arms with its baseline; write results.csv and .parquet (RESULT_COLUMNS), warmup.csv."""
+    rows, warm_ups = [], []
     for path in session_files:
         session = read_session(path)
         rows += [{**row, "config_hash": config_hash} for row in compare_session(session, smallest_effect)]
+        warm_ups += warm_up_rows(session)
+    write_csv(frame(warm_ups, WARM_UP_COLUMNS), Path(out_tables) / "warmup.csv")
     return write_results(rows, out_tables, results_parquet)
 
 
 def compare_session(session: Session, smallest_effect: float) -> list[dict[str, Any]]:
-    """All rows of one session, in the order of its cells, metrics and arms."""
+    """All rows of one session: its cells from small to large, and in each its metrics and arms."""
     rows = []
-    for cell in session.spec.cells:
+    for cell in sorted(session.spec.cells, key=lambda cell: cell.size):
         for metric, unit in _timed_metrics(session, cell.label).items():
             rows += _timed_rows(session, cell.label, metric, unit, smallest_effect)
         rows += _memory_rows(session, cell.label)
@@ -270,9 +273,33 @@ def _memory_columns(arm: str, line: Mapping[str, Any], metric: str, unit: str, b
     if base is None:
         return row | {"reason": "the baseline's was not measured"}
     row |= _counted(kind_of(metric, unit), [(1, base, value)], None)
+    if unit != "bytes":
+        return row | {"verdict": "inconclusive", "reason": "seen once, n = 1: shown without a verdict"}
     if metric.startswith(("resident", "rss")):  # what the allocator keeps is not repeatable to a percent
         row |= {"verdict": "inconclusive", "reason": "resident memory, n = 1: shown without a verdict"}
     return row
+
+
+def warm_up_rows(session: Session) -> Iterator[dict[str, Any]]:
+    """How far the baseline's first step, and each later block of its warm-up, lies from its steady step time."""
+    for cell in session.spec.cells:
+        curves: dict[int, list[float]] = {}
+        for sample in session.index.get((BASELINE, cell.label), {}).values():
+            steady = measured(sample).get("step_time_s")
+            for place, step_s in enumerate(_warm_up_curve(sample) if steady and steady.value else ()):
+                curves.setdefault(place, []).append(math.log(step_s / steady.value))
+        for place, logs in curves.items():
+            found = interval(logs)
+            row = {"session": session.spec.session, "workload": session.spec.workload, "shape": cell.label}
+            row |= {"place": place, "ratio": math.exp(median(logs)), "n": len(logs)}
+            yield row | ({"ratio": found.estimate, "ci_low": found.low, "ci_high": found.high} if found else {})
+
+
+def _warm_up_curve(sample: Sample) -> list[float]:
+    """Step seconds of the very first step and of the warm-up's blocks after it."""
+    first = sample.metrics.get("first_step_s")
+    curve = (sample.details.get("warmup") or {}).get("curve") or ()
+    return [first.value, *map(float, curve)] if first and first.value else []
 
 
 def _frame(session: Session, cell: str, arm: str, metric: str, unit: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def kind_of(metric: str, unit: str) -> Kind:
     """The reading of a metric by its name, else by the ending of its name and its unit."""
     if metric in KINDS:
         return KINDS[metric]
-    if metric.startswith(("mfu", "hfu", "mbu")):
+    if metric.startswith(("mfu", "hfu", "mbu", "flops")):
         return UTILISATION
     if metric.endswith("_per_s"):
         return RATE
@@ -117,14 +117,17 @@ def _closed_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def measured(sample: Sample) -> dict[str, Metric]:
-    """The metrics of an ok sample, with tokens/s derived from the step time where the step's tokens are known."""
+    """The metrics of an ok sample, with tokens/s and FLOP/s from the step time where those are known."""
     if sample.status != "ok":
         return {}
     metrics = {name: metric for name, metric in sample.metrics.items() if metric.value is not None}
     tokens = sample.details.get("tokens_per_step")
     time = metrics.get("step_time_s")
+    flops = sample.details.get("flops_per_step")
     if tokens and time and time.value:
         metrics["tokens_per_s"] = Metric("tokens/s", tokens / time.value)
+    if flops and time and time.value:
+        metrics["flops_per_s"] = Metric("FLOP/s", flops / time.value)
     return metrics
 
 
