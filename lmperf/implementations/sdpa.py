@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,10 +35,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Te
     )
 
 
+def need_16_bit(q: Tensor, name: str) -> None:
+    """NotImplementedError for dtypes that these CUDA kernels do not take."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"{name} takes float16 or bfloat16 only, got {q.dtype}")
+
+
 def forced(backend: SDPBackend) -> Callable[..., Tensor]:
     """Attention by this backend or an error: without forcing, PyTorch falls back to another one in silence."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+        if q.is_cuda and backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+            need_16_bit(q, backend.name)
         with sdpa_kernel(backend):
             return attend(q, k, v, scale=scale)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lmperf.implementations.facts import Facts, declare
 from lmperf.reference import causal_mask, repeat_heads
 
 #: Keys that a query sees, itself among them (Beltagy et al. 2020 and Mistral use such bands).
@@ -63,3 +64,6 @@ def block_mask(blocks: int, queries: int, keys: int, window: int, device: torch.
     real_key = block * window + column >= (blocks + 1) * window - keys
     padding_query = block * window + row < blocks * window - queries
     return (band & real_key | padding_query)[None]
+
+
+declare(sliding_window, Facts(window=WINDOW))
