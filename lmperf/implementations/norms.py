@@ -34,6 +34,14 @@ class ManualRMSNorm(nn.Module):
         return x * (x.square().mean(dim=-1, keepdim=True) + self.eps).rsqrt() * self.weight
 
 
+class VarMeanLayerNorm(ManualLayerNorm):
+    """The same function from `torch.var_mean`: a second way to write it, as an oracle for the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(x, dim=-1, correction=self.correction, keepdim=True)
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
 def dynamic_epsilon(batch: int) -> float:
     """ε(batch) = 1e-5 · (1 + ln(batch / 512)), as the claim writes it: negative below a batch of 512/e ≈ 188.4."""
     return 1e-5 * (1 + math.log(batch / 512))
@@ -55,7 +63,7 @@ class DynamicLayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.epsilon(x.shape[0]))
 
 
-class ManualDynamicLayerNorm(ManualLayerNorm):
+class ManualDynamicLayerNorm(VarMeanLayerNorm):
     """`DynamicLayerNorm` one operation at a time: its oracle."""
 
     def __init__(self, dim: int, *, floor: float | None) -> None:

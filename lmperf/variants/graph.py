@@ -28,25 +28,25 @@ def eager(recipe: Recipe) -> Recipe:
     return recipe
 
 
-@variant("graph", fidelity="close", rtol=1e-3, atol=1e-4, requires=("cxx",))
+@variant("graph", fidelity="close", rtol=1e-3, atol=1e-5, requires=("cxx",))
 def compile(recipe: Recipe) -> Recipe:
     """The whole model through torch.compile."""
     return _transform(recipe, Stage.COMPILE, "compile", compile_whole)
 
 
-@variant("graph", fidelity="close", rtol=1e-3, atol=1e-4, requires=("cxx",))
+@variant("graph", fidelity="close", rtol=1e-3, atol=1e-5, requires=("cxx",))
 def compile_regional(recipe: Recipe) -> Recipe:
     """Each layer through torch.compile by itself: compiled once, used for all layers."""
     return _transform(recipe, Stage.COMPILE, "compile_regional", compile_blocks)
 
 
-@variant("graph", fidelity="close", rtol=1e-3, atol=1e-4, requires=("cuda", "cxx"))
+@variant("graph", fidelity="close", rtol=1e-3, atol=1e-5, requires=("cuda", "cxx"))
 def compile_reduce_overhead(recipe: Recipe) -> Recipe:
     """torch.compile with CUDA graphs: one launch replays the step's kernels."""
     return _transform(recipe, Stage.COMPILE, "reduce_overhead", partial(compile_whole, mode="reduce-overhead"))
 
 
-@variant("graph", fidelity="close", rtol=1e-3, atol=1e-4, requires=("cxx",))
+@variant("graph", fidelity="close", rtol=1e-3, atol=1e-5, requires=("cxx",))
 def compile_max_autotune(recipe: Recipe) -> Recipe:
     """torch.compile that times several implementations of each matrix product and keeps the fastest."""
     return _transform(recipe, Stage.COMPILE, "max_autotune", partial(compile_whole, mode="max-autotune"))

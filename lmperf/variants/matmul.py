@@ -75,7 +75,7 @@ def chunked_loss(recipe: Recipe) -> Recipe:
     return recipe.replace(loss=chunked_cross_entropy)
 
 
-@variant("matmul", fidelity="quality", rtol=1e-4, atol=1e-5)
+@variant("matmul", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=lambda recipe: recipe)  # biases start at zero
 def bias_free(recipe: Recipe) -> Recipe:
     """No bias in any linear layer of the blocks."""
     return recipe.extend(transforms=(Transform(Stage.COMPRESSION, "bias_free", without_biases),))

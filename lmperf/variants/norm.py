@@ -1,13 +1,23 @@
-"""The norm axis: ε of LayerNorm, RMSNorm, fused against unfused, and what goes wrong without ε."""
+"""The norm axis: ε of LayerNorm, RMSNorm, fused against unfused, and what goes wrong without ε.
+
+The variants are forms of LayerNorm (but `rmsnorm`); in a model whose shape says `norm: rmsnorm` they replace that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import nn
 
 from lmperf import reference
-from lmperf.implementations.norms import DynamicLayerNorm, ManualDynamicLayerNorm, ManualLayerNorm, ManualRMSNorm
+from lmperf.implementations.norms import (
+    DynamicLayerNorm,
+    ManualDynamicLayerNorm,
+    ManualLayerNorm,
+    ManualRMSNorm,
+    VarMeanLayerNorm,
+)
 from lmperf.recipe import Recipe
 from lmperf.registry import variant
 
@@ -15,8 +25,8 @@ from lmperf.registry import variant
 FLOOR = 1e-6
 
 
-def _naive(**options: float) -> object:
-    return lambda recipe: recipe.replace(norm=partial(ManualLayerNorm, **options))
+def _naive(**options: float) -> Callable[[Recipe], Recipe]:
+    return lambda recipe: recipe.replace(norm=partial(VarMeanLayerNorm, **options))
 
 
 @variant("norm", baseline=True)
@@ -61,19 +71,19 @@ def rmsnorm(recipe: Recipe) -> Recipe:
     return recipe.replace(norm=reference.rms_norm)
 
 
-@variant("norm", fidelity="exact", rtol=1e-4, atol=1e-5)
+@variant("norm", fidelity="exact", rtol=1e-4, atol=1e-5, oracle=_naive(eps=1e-5))
 def manual(recipe: Recipe) -> Recipe:
     """The same LayerNorm as separate operations: mean, square, rsqrt, multiply, each one pass over memory."""
     return recipe.replace(norm=ManualLayerNorm)
 
 
-@variant("norm", fidelity="quality", rtol=1e-4, atol=1e-5)
+@variant("norm", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=_naive(correction=1))
 def unbiased_var(recipe: Recipe) -> Recipe:
     """Variance with Bessel's correction, divided by n − 1: infinite for rows of one element."""
     return recipe.replace(norm=partial(ManualLayerNorm, correction=1))
 
 
-@variant("norm", fidelity="quality", rtol=1e-4, atol=1e-5, control=True)
+@variant("norm", fidelity="quality", rtol=1e-4, atol=1e-5, control=True, oracle=_naive(eps=0.0))
 def no_eps(recipe: Recipe) -> Recipe:
     """Negative control: ε left out, so that a constant row divides by zero."""
     return recipe.replace(norm=partial(ManualLayerNorm, eps=0.0))
