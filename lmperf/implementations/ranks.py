@@ -6,12 +6,15 @@ import ctypes
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import distributed as dist
@@ -54,7 +57,7 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
     `folder` holds the file store through which they find each other.  The ranks die with this process, even when it
     is killed.  A process of one thread is forked; one that already has threads (OpenMP's, say) starts fresh ones.
     """
-    context = multiprocessing.get_context("fork" if len(os.listdir("/proc/self/task")) == 1 else "spawn")
+    context = multiprocessing.get_context("fork" if has_one_thread() else "spawn")
     store = folder / f"store-{os.getpid()}-{os.urandom(4).hex()}"
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -63,7 +66,8 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
         pipes.append(here)
         arguments = (body, rank, world_size, there, pipes if context.get_start_method() == "fork" else [], store)
         process = context.Process(target=_rank, args=(*arguments, threads, device, os.getpid()), daemon=True)
-        process.start()
+        with _no_main_module():
+            process.start()
         there.close()
         processes.append(process)
     ranks = Ranks(processes, pipes)
@@ -73,6 +77,23 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
         ranks.close()
         raise
     return ranks
+
+
+def has_one_thread() -> bool:
+    """Whether this process has no thread but its own (jemalloc's helper survives a fork and does not count)."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return len([name for name in names if name != "jemalloc_bg_thd"]) == 1
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A fresh process would run the caller's main script again; it needs nothing from there."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def join_group(rank: int, world_size: int, store: Path, *, threads: int, device: str) -> None:
