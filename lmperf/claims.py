@@ -22,7 +22,7 @@ UNSOURCED = " [no public source]"
 
 
 @dataclass(frozen=True)
-class Test:
+class ClaimTest:
     """One figure of a claim and the comparison that tests it (see the head of claims.yaml)."""
 
     what: str
@@ -58,7 +58,7 @@ class Claim:
     id: str
     statement: str
     source: str | None
-    tests: tuple[Test, ...] = field(default=())
+    tests: tuple[ClaimTest, ...] = field(default=())
 
 
 def load_claims(path: Path = CLAIMS_FILE) -> list[Claim]:
@@ -75,15 +75,15 @@ def _claim(path: Path, entry: Mapping[str, Any]) -> Claim:
     return Claim(entry["id"], entry["statement"], entry["source"], tests)
 
 
-def _test(path: Path, claim: str, item: Mapping[str, Any]) -> Test:
-    allowed = [f.name for f in fields(Test)]
+def _test(path: Path, claim: str, item: Mapping[str, Any]) -> ClaimTest:
+    allowed = [f.name for f in fields(ClaimTest)]
     unknown = set(item) - set(allowed)
     if unknown:
         raise InputError(
             f"{path}: claim {claim}: unknown key {sorted(unknown)[0]!r} in a test; allowed: {', '.join(allowed)}"
         )
     several = {"variant", "versus", "workload"}
-    test = Test(**{key: _names(value) if key in several else value for key, value in item.items()})
+    test = ClaimTest(**{key: _names(value) if key in several else value for key, value in item.items()})
     expectations = [test.ratio, test.direction, test.within, test.check, test.never]
     if sum(value is not None for value in expectations) != 1:
         raise InputError(f"{path}: claim {claim}: {test.what!r} needs one of ratio, direction, within, check, never")
@@ -103,7 +103,7 @@ def judge(results: pd.DataFrame, quality: pd.DataFrame, tables_dir: Path, machin
     return write_csv(frame(rows, CLAIM_COLUMNS), Path(tables_dir) / "claims.csv")
 
 
-def claim_row(claim: Claim, test: Test, evidence: Evidence) -> dict[str, Any]:
+def claim_row(claim: Claim, test: ClaimTest, evidence: Evidence) -> dict[str, Any]:
     """One row of claims.csv."""
     outcome = judge_test(test, evidence)
     statement = f"{claim.statement}{'' if claim.source else UNSOURCED}: {test.what}"
@@ -114,7 +114,7 @@ def claim_row(claim: Claim, test: Test, evidence: Evidence) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def judge_test(test: Test, evidence: Evidence) -> Outcome:
+def judge_test(test: ClaimTest, evidence: Evidence) -> Outcome:
     """What this run says about one figure of a claim."""
     if test.never:
         return Outcome("not testable here", test.never)

@@ -92,8 +92,8 @@ class Finding:
         if found.direction == "unknown":
             return found._outcome("inconclusive", found._smallest())
         if test.expected == "none":
-            same = found.direction == "none"
-            return found._outcome("reproduced" if same else "contradicted", "equivalent" if same else "it differs")
+            why = {"none": "equivalent", "less": "no cost: it even gains", "more": "it does cost"}[found.direction]
+            return found._outcome("contradicted" if found.direction == "more" else "reproduced", why)
         if found.direction == "none":
             return found._nothing(test.ratio)
         if found.direction != test.expected:
