@@ -44,7 +44,7 @@ class BFloat16:
         count_dense(grads)
         with ACCOUNT.clock("compress_s"):
             flat = flatten(grads).to(torch.bfloat16)
-        parts = all_gather(flat.view(torch.int16))  # gloo knows no bfloat16
+        parts = all_gather(flat.view(torch.uint8))  # gloo knows no bfloat16
         with ACCOUNT.clock("compress_s"):
             mean = torch.stack([part.view(torch.bfloat16).float() for part in parts]).mean(dim=0)
             scatter_back(mean, grads)
