@@ -47,7 +47,7 @@ def write_text_shards(folder: Path, limit: int, copies: int = 1) -> None:
 
     import pyarrow as pa
 
-    from lmperf.corpus.splits import file_sha256
+    from lmperf.corpus.token_shards import file_sha256
     from lmperf.records import write_json
 
     texts, size = [], 0
@@ -79,9 +79,9 @@ def read_texts(shards: Path) -> list[str]:
     """All texts of the shards as Python strings."""
     import pyarrow as pa
 
-    from lmperf.corpus.splits import shard_files
+    from lmperf.corpus.shards import shard_paths
 
-    tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in shard_files(shards, verify=False)]
+    tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in shard_paths(shards, verify=False)]
     return [text for table in tables for text in table.column("text").to_pylist()]
 
 
@@ -126,11 +126,11 @@ def run_datasets_map(shards: Path, work: Path, engine: str) -> tuple[float, int]
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
     import datasets
 
-    from lmperf.corpus.splits import shard_files
+    from lmperf.corpus.shards import shard_paths
     from lmperf.corpus.tokenizer import load_tokenizer
 
     datasets.disable_progress_bars()
-    files = [str(path) for path in shard_files(shards, verify=False)]
+    files = [str(path) for path in shard_paths(shards, verify=False)]
     tokenizer = load_tokenizer(work / "tokenizer.json")
     begin = time.perf_counter()
     source = datasets.load_dataset("arrow", data_files=files, split="train", cache_dir=str(work / "cache"))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
+import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from lmperf.corpus.splits import file_sha256
+from lmperf.corpus.token_shards import file_sha256
 from lmperf.records import write_json
 
 WORDS = "the of and to in that is was he for it with as his on be at by had not are but from or have an they".split()
@@ -46,3 +51,33 @@ def write_shards(folder: Path, domains: Mapping[str, Sequence[str]], *, files: i
             entries.append({**entry, "source": domain})
     write_json(folder / "manifest.json", {"schema": 1, "sources": [], "shards": entries})
     return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """The files of a folder by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def run_and_kill(shards: str, out: str, expected: str, times: int) -> None:
+    """Start the tokenize stage `times` times and kill each at a random moment; prints how many had not yet finished.
+
+    Every attempt is a fork of this process, which has imported everything and started no thread. After each kill,
+    either there is no manifest or everything is as in `expected`.
+    """
+    from lmperf.corpus.tokenizer import tokenize
+
+    chance, killed, folder, whole = random.Random(7), 0, Path(out), tree(Path(expected))
+    for _ in range(times):
+        left = set(folder.glob(".building-*"))
+        if not (child := os.fork()):
+            tokenize(Path(shards), folder, vocab_size=400, block=33, accelerator="none")
+            os._exit(0)
+        began = time.monotonic()
+        while not set(folder.glob(".building-*")) - left and time.monotonic() - began < 10:
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.06)
+        os.kill(child, signal.SIGKILL)
+        killed += os.waitpid(child, 0)[1] == signal.SIGKILL
+        if (folder / "manifest.json").exists() and tree(folder) != whole:
+            raise AssertionError("a manifest stands over files that are not its own")
+    sys.stdout.write(f"{killed}\n")

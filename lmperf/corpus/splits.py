@@ -12,13 +12,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lmperf.records import InputError, read_json
+from lmperf.corpus.shards import shard_paths
+from lmperf.records import InputError
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,16 @@ class Assignment:
     splits: tuple[str, ...]
     split: np.ndarray  # (documents,) int32
     take: np.ndarray  # (documents,) int64
+    sizes: np.ndarray  # (documents,) int64, as in the survey
     training_domain: str
     by: str  # "document" | "position"
     held_out: float
+
+    def used_whole(self, first: int, stop: int) -> list[int]:
+        """For the documents from `first` to before `stop` the split of each that is used uncut, -1 for the others."""
+        split = self.split[first:stop]
+        cut = (self.take[first:stop] < self.sizes[first:stop]) | ((split <= 2) & (self.by == "position"))
+        return np.where(cut, -1, split).tolist()
 
     def parts(self, document: int, text: pa.Buffer) -> Iterator[tuple[int, int, int]]:
         """(split, first byte, last byte + 1) for each part of `document` that is used."""
@@ -69,8 +77,7 @@ class Assignment:
                 yield index, start, stop
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):  # a tuple, since a corpus may have millions
     """A stretch of one document: `last` closes the document (within its split)."""
 
     split: int
@@ -80,30 +87,9 @@ class Piece:
     document: int
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hex digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def shard_files(shards: Path, *, verify: bool = True) -> tuple[Path, ...]:
-    """The text shards that the manifest of `shards` lists, in its order; a damaged or missing one is named."""
-    files = []
-    for entry in read_json(shards / "manifest.json").get("shards", ()):
-        path = shards / entry["file"]
-        if not path.is_file():
-            raise InputError(f"{path}: listed in the manifest but missing; run `lmperf ingest` again")
-        if verify and file_sha256(path) != entry["sha256"]:
-            raise InputError(
-                f"{path}: the file is damaged (its sha256 is not the manifest's); run `lmperf ingest` again"
-            )
-        files.append(path)
-    return tuple(files)
-
-
 def survey(shards: Path, *, seed: int, verify: bool = True) -> Survey:
     """Read the document, domain and length columns of every shard; of the text only the offsets are touched."""
-    files = shard_files(shards, verify=verify)
+    files = tuple(shard_paths(shards, verify=verify))
     names: dict[str, int] = {}
     domain: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
@@ -151,7 +137,7 @@ def assign(found: Survey, *, training_domain: str, held_out: float, domain_bytes
     if by == "position":
         split[in_training] = 0
     names = (*CORE_SPLITS, *(f"domain.{name}" for name in others))
-    return Assignment(names, split, take, training, by, held_out)
+    return Assignment(names, split, take, found.sizes, training, by, held_out)
 
 
 def _training_domain(found: Survey, wanted: str) -> str:
@@ -211,9 +197,13 @@ def pieces(found: Survey, chosen: Assignment) -> Iterator[Piece]:
     for path in found.files:
         for batch in _record_batches(path):
             text, offsets = _text_buffer(batch)
-            for start, stop in zip(offsets, offsets[1:], strict=False):
-                if stop > start and chosen.split[number] >= 0:
-                    yield from _document_pieces(number, text.slice(start, stop - start), chosen)
+            whole = chosen.used_whole(number, number + len(batch))
+            for start, stop, split in zip(offsets, offsets[1:], whole, strict=False):
+                document = text.slice(start, stop - start)
+                if split >= 0 and 0 < stop - start <= PIECE_BYTES:
+                    yield Piece(split, _decoded(document, number), stop - start, True, number)
+                elif stop > start:
+                    yield from _document_pieces(number, document, chosen)
                 number += 1
 
 

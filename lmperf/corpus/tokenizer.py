@@ -71,7 +71,8 @@ def tokenize(
     """Turn the text shards in `shards` into token shards in `out` and return the manifest written there.
 
     The same shards and arguments give the same bytes. Nothing in `out` changes before all of it is complete; the
-    manifest is written last. Raises `InputError` when a split has fewer than `block` tokens.
+    manifest is written last. Raises `InputError` when a split has fewer than
+    `block` tokens, `CheckFailed` when the disk is full.
     """
     _check_arguments(vocab_size, sample_bytes, held_out, block)
     say = progress or _silent
@@ -287,8 +288,12 @@ def _building(out: Path) -> Iterator[Path]:
         yield building
     except OSError as error:
         if error.errno in FULL:
-            raise InputError(f"{out}: no space to write ({os.strerror(error.errno)}); what was there is kept") from None
-        if building is not None and not building.exists():
+            raise CheckFailed(
+                f"{out}: no space to write ({os.strerror(error.errno)}); what was there is kept"
+            ) from None
+        if building is None:
+            raise InputError(f"{out}: cannot be written to ({error.strerror})") from None
+        if not building.exists():
             raise CheckFailed(f"{out}: another run of the tokenize stage took this folder over") from None
         raise
     finally:
