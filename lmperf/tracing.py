@@ -10,7 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,7 @@ def record_within(step: Callable[[], object], device: str, out: Path, budget: in
             f"{detail.words} is over the trace budget of {budget} bytes ({write.estimate} bytes): recording less"
         )
         log.warning("%s", messages[-1])
+    remove(out.glob("*.pt.trace.json.gz"))  # one of an earlier run would pass for this one's
     messages.append(f"no trace fits the budget of {budget} bytes: none was kept")
     log.warning("%s", messages[-1])
     return full, Trace(None, None, None, tuple(messages))
@@ -162,9 +163,14 @@ def keep(path: Path, out: Path) -> Path:
     old = list(out.glob("*.pt.trace.json.gz"))
     kept = out / path.name
     os.replace(path, kept)
-    for other in old:
-        other.unlink(missing_ok=True)
+    remove(old)
     return kept
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Delete files."""
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def overhead(recording: Recording, plain_s: float) -> float:
