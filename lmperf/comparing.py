@@ -206,7 +206,7 @@ class Block:
         if n >= FEWEST_EXACT_ROUNDS and word == "inconclusive" and finding.interval and finding.interval.excludes_1:
             remarks.append("differs from 1, but not surely by more than the margin")
         if word == "inconclusive" and self.delta > self.smallest_effect:
-            remarks.append(f"the noise floor of {self.delta:.1%} is above the smallest effect of interest")
+            remarks.append(f"the noise floor of {self.floor:.1%} is above the smallest effect of interest")
         if self.kind.lower_is_better is None:
             remarks.append("neither way is better for this quantity")
         return remarks

@@ -138,17 +138,15 @@ def signed_rank_p(log_ratios: ArrayLike, bound: float = 0.0) -> float:
 def claim_p(log_ratios: ArrayLike, delta: float, same_delta: float | None = None) -> Floats:
     """P value of the strongest claim that each row of log ratios (shape (..., n)) supports about the margins.
 
-    The claims: beyond 1 ± delta (twice the smaller one-sided p); within 1 ± same_delta (two one-sided tests, twice the
-    larger); within 1 ± delta and yet not 1. Of these only mirrored pairs can be false together, and each is taken at
-    half its level, so that the smallest of them stands for the arm in Holm's correction.
+    The claims: beyond 1 ± delta (twice the smaller one-sided p), or within 1 ± same_delta (two one-sided tests, twice
+    the larger). When both are false they fail on opposite sides, each at half its level, so that the smaller of them
+    stands for the arm in Holm's correction.
     """
     values = np.asarray(log_ratios, dtype=float)
     low, high = math.log1p(-delta), math.log1p(delta)
     beyond = np.minimum(one_sided_p(values, low), one_sided_p(-values, -high))
-    same = _within_p(values, delta if same_delta is None else same_delta)
-    unequal = np.minimum(one_sided_p(values, 0.0), one_sided_p(-values, 0.0))
-    small = np.maximum(_within_p(values, delta), unequal)
-    return np.minimum(1.0, 2.0 * np.minimum(np.minimum(beyond, same), small))
+    within = _within_p(values, delta if same_delta is None else same_delta)
+    return np.minimum(1.0, 2.0 * np.minimum(beyond, within))
 
 
 def _within_p(values: Floats, delta: float) -> Floats:
@@ -179,7 +177,7 @@ def verdict(
 
     `p_holm` is the Holm-adjusted `claim_p` of this arm (None: a single arm); above 5 % nothing is claimed. `p_one` is
     the adjusted p against "no difference", needed for "small difference". `same_delta` is the smallest effect of
-    interest where the noise floor has widened delta: noise must not make things "same". `capped`: a red badge.
+    interest where the noise floor has widened delta: noise must make nothing "same" or "small". `capped`: a red badge.
     """
     if found is None or capped or (p_holm is not None and p_holm > ALPHA):
         return "inconclusive"
@@ -188,13 +186,10 @@ def verdict(
         return good
     if found.low > 1 + delta:
         return bad
-    if found.excludes_1 and (p_one is None or p_one <= ALPHA) and _within(found, delta):
-        return "small difference"
-    return "same" if _within(found, delta if same_delta is None else same_delta) else "inconclusive"
-
-
-def _within(found: Interval, delta: float) -> bool:
-    return 1 - delta <= found.low and found.high <= 1 + delta
+    level = delta if same_delta is None else same_delta
+    if not (1 - level <= found.low and found.high <= 1 + level):
+        return "inconclusive"
+    return "small difference" if found.excludes_1 and (p_one is None or p_one <= ALPHA) else "same"
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from session_files import MEGABYTE, session_spec, timed, write_session
 
-from lmperf.comparing import compare
-from lmperf.records import RESULT_COLUMNS, VERDICTS, CheckFailed, InputError, Metric
+from lmperf.comparing import Block, compare
+from lmperf.readings import TIME, ArmRounds
+from lmperf.records import RESULT_COLUMNS, VERDICTS, CheckFailed, InputError, Metric, Sample
 from lmperf.tables import read_results
 
 
@@ -305,3 +307,39 @@ def test_order_and_labels_of_arms_do_not_change_their_numbers(run, tmp_path):
     two = pick(run(write_session(tmp_path / "b.jsonl", turned, samples[::-1])), "a")
     assert one == two
     assert math.isclose(one["ratio"], 0.8, rel_tol=0.02)
+
+
+def simulated(rng: np.random.Generator, effects: dict[str, float], noise, rounds: int = 9) -> dict[str, dict]:
+    """The rows' columns of one simulated session, floor, badges and Holm and all."""
+    arms = {}
+    for name, effect in {"baseline": 1.0, "baseline_prime": 1.0, **effects}.items():
+        values = effect * np.exp(noise(rng, rounds))
+        samples = {n: Sample(name, "c", n) for n in range(rounds)}
+        arms[name] = ArmRounds(name, dict(enumerate(values)), samples)
+    block = Block(TIME, arms["baseline"], arms, 0.02)
+    return {name: block.compared(name) for name in effects}
+
+
+QUIET = {
+    "normal": lambda rng, n: rng.normal(0, 0.01, n),
+    "bursty": lambda rng, n: rng.normal(0, 0.01, n) + (rng.random(n) < 0.1) * rng.exponential(0.5, n),
+    "contention": lambda rng, n: rng.normal(0, 0.005, n) + rng.exponential(0.03, n),
+}
+
+
+@pytest.mark.parametrize("kind", QUIET)
+def test_error_rates_of_whole_sessions(kind):
+    """The harness's promises: no false word in 95 %, a 5 % slow-down found or honestly open, 20 % found when quiet."""
+    rng = np.random.default_rng(list(QUIET).index(kind))
+    effects = {"same1": 1.0, "same2": 1.0, "by5": 1.05, "by20": 1.2}
+    sessions = [simulated(rng, effects, QUIET[kind]) for _ in range(200)]
+    false = [s[n]["verdict"] in ("faster", "slower") for s in sessions for n in ("same1", "same2")]
+    assert np.mean(false) <= 0.05
+    by5 = [s["by5"] for s in sessions]
+    honest = [row["verdict"] == "slower" or (row["verdict"] == "inconclusive" and row["mde"] >= 0.05) for row in by5]
+    assert np.mean(honest) >= 0.95
+    assert not any(row["verdict"] in ("same", "small difference", "faster") for row in by5)
+    if kind == "normal":
+        aa_bad = np.mean(["aa_excludes_1" in (s["by20"]["reason"] or "") for s in sessions])
+        assert aa_bad <= 0.09
+        assert np.mean([s["by20"]["verdict"] == "slower" for s in sessions]) >= 1 - aa_bad - 0.02

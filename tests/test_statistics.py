@@ -81,12 +81,12 @@ def is_wrong(word: str, effect: float, delta: float) -> bool:
 
 
 @pytest.mark.parametrize("kind", NOISES)
-@pytest.mark.parametrize("rounds", [3, 5, 6, 9, 12, 15])
+@pytest.mark.parametrize("rounds", [3, 5, 6, 9, 15])
 def test_any_false_verdict_in_a_session_of_five_arms_is_rarer_than_5_percent(kind, rounds):
     delta = 0.02
     on_the_margin = math.log1p(delta) * (1 + 1e-9)  # the hardest truth: just outside, so "same" is false
     truth = np.array([0.0, math.log1p(-delta), on_the_margin, -0.25, 0.2])
-    values = log_ratios(kind, rounds, arms=5, sessions=400) + truth[:, None]
+    values = log_ratios(kind, rounds, arms=5, sessions=200) + truth[:, None]
     assert wrong_share(values, truth, delta) <= 0.05
 
 
@@ -94,20 +94,20 @@ def test_any_false_verdict_in_a_session_of_five_arms_is_rarer_than_5_percent(kin
 def test_a_margin_widened_by_noise_makes_nothing_the_same(rounds):
     """With a floor of 8 % an effect just over the 2 % of interest is not called "same" more often than 5 %."""
     truth = np.full(3, math.log(1.0201))
-    values = log_ratios("normal", rounds, arms=3, sessions=400) + truth[:, None]
+    values = log_ratios("normal", rounds, arms=3, sessions=200) + truth[:, None]
     assert wrong_share(values, truth, 0.08, 0.02) <= 0.05
 
 
 @pytest.mark.parametrize("kind", NOISES)
 def test_identical_code_is_never_called_faster_or_slower_more_often_than_5_percent(kind):
-    values = log_ratios(kind, 9, arms=7, sessions=400, seed=3)
+    values = log_ratios(kind, 9, arms=7, sessions=200, seed=3)
     assert wrong_share(values, np.zeros(7), 1e-9) <= 0.05
 
 
 @pytest.mark.parametrize("rounds", [6, 9, 15])
 def test_an_effect_of_the_stated_size_is_found_as_often_as_promised(rounds):
     """Injecting each noise level's own stated detectable effect, at least about 80 % of sessions show it."""
-    values = log_ratios("normal", rounds, sessions=600)[:, 0]
+    values = log_ratios("normal", rounds, sessions=400)[:, 0]
     stated = np.median([s.detectable_effect(row, 0.02) for row in values[:200]])
     shifted = values + math.log1p(stated)
     found = [s.verdict(s.interval(row), 0.02) == "slower" for row in shifted]
