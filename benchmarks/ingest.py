@@ -1,6 +1,6 @@
 """Ingestion: speed on many small files against plain Python reading, and peak resident memory on one large source.
 
-`python benchmarks/ingest.py [--quick] [--folder F]` makes its texts in a temporary folder and prints, last, one JSON line:
+`python benchmarks/ingest.py [--quick] [--folder F]` makes its texts in a temporary folder and prints, last, JSON:
   small_files.ratio      merging 40,000 small files, as a share of the speed of reading the same files with plain Python
                          in the same run (walk, sort, open, read as UTF-8; median of alternating rounds); wanted >= 0.5
   large_source.peak_mib  peak resident memory (VmHWM of a fresh process) while a 3 GB source of mixed sizes with one

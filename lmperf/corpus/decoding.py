@@ -79,9 +79,12 @@ def candidates(head: bytes, declared: str | None) -> list[str]:
     return names
 
 
-def to_utf8(data: bytes, declared: str | None) -> tuple[bytes, str]:
-    """`data` as UTF-8 without a mark, and the encoding it was in; `Unreadable` when no allowed encoding fits."""
-    if data.isascii() and not _is_binary(data):
+def to_utf8(data: bytes, declared: str | None, *, nuls: bool = False) -> tuple[bytes, str]:
+    """`data` as UTF-8 without a mark, and the encoding it was in; `Unreadable` when no allowed encoding fits.
+
+    Many NULs speak against UTF-8 unless `nuls` says that the format knows where a text begins and ends.
+    """
+    if data.isascii() and (nuls or not _is_binary(data)):
         return data, "utf-8"
     reason = ""
     for encoding in candidates(data, declared):
@@ -91,7 +94,7 @@ def to_utf8(data: bytes, declared: str | None) -> tuple[bytes, str]:
         except UnicodeError as error:
             reason = reason or f"not valid {encoding} at byte {getattr(error, 'start', 0)}"
             continue
-        if encoding == "utf-8" and _is_binary(data):
+        if encoding == "utf-8" and not nuls and _is_binary(data):
             reason = "NUL bytes: no text, or UTF-16 without a mark"
             continue
         return utf8, encoding
@@ -117,6 +120,17 @@ def utf8_chunks(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
             yield utf8
         if not chunk:
             return
+
+
+def is_utf8(data: bytes) -> bool:
+    """Whether `data` is valid UTF-8."""
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_binary(data: bytes) -> bool:

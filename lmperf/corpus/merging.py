@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from lmperf.corpus.cleaning import clean, clean_chunks, digest_of_pieces, normalised
-from lmperf.corpus.decoding import CHUNK, Unreadable, to_utf8
+from lmperf.corpus.decoding import CHUNK, Unreadable, is_utf8
 from lmperf.corpus.deduplication import Seen
 from lmperf.corpus.events import LARGE, Input, LargeText, Notes, Problem, Text
 from lmperf.corpus.formats import is_plain, text_keys
@@ -85,10 +85,10 @@ class _SourceMerge:
         for entry in self._walk.files:
             name, size, _ = entry
             data = self._read(root + name, entry) if size <= LARGE else None
-            if data is not None and is_plain(data, name, keys) and data.isascii():
+            if data is not None and 0 not in data and is_plain(data, name, keys) and is_utf8(data):
                 plain += 1
                 notes.content_bytes += len(data)
-                self._small(data, name)
+                self._document(data)
             elif data is not None or size > LARGE:
                 self._any(entry, data)
             done += size
@@ -98,15 +98,6 @@ class _SourceMerge:
         self._merger.progress(done)
         notes.formats["text"] += plain
         notes.encodings["utf-8"] += plain
-
-    def _small(self, data: bytes, name: bytes) -> None:
-        if 0 in data:  # perhaps UTF-16 without a mark
-            try:
-                data = to_utf8(data, self._encoding)[0]
-            except Unreadable as error:
-                self.set_aside(name, Problem(str(error), len(data), {"offset": 0}))
-                return
-        self._document(data)
 
     def _any(self, entry: Entry, data: bytes | None) -> None:
         path = self._walk.path(entry.name)

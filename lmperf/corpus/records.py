@@ -154,12 +154,13 @@ def read_json_array(source: Input, stream: Plain, notes: Notes) -> Iterator[Even
     window = Window(_array_stream(source, stream, notes))
     try:
         window.expect("[")
-        while not window.next_is("]"):
+        more = not window.next_is("]")
+        while more:
             yield from _element(source, window, notes)
-            if not window.next_is(","):
-                window.expect("]")
-                break
-            window.expect(",")
+            more = window.next_is(",")
+            if more:
+                window.expect(",")
+        window.expect("]")
         window.end()
     except Unreadable as error:
         offset = window.offset

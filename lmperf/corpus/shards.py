@@ -141,17 +141,15 @@ def _source_record(source: Mapping[str, Any], each: Walk, tally: Tally) -> dict[
     if share > DUPLICATE_WARNING:
         log.warning("source %s: %.0f %% of its bytes are duplicates and were left out", source["name"], 100 * share)
     return {
-        **{
-            key: source.get(key)
-            for key in SOURCE_FIELDS},
+        **{key: source.get(key) for key in SOURCE_FIELDS},
         "files": len(each.files),
         **{key: value for key, value in vars(tally).items() if key not in ("notes", "reasons")},
         "duplicate_share": share,
         "empty": tally.notes.empty,
         "content_bytes": tally.notes.content_bytes,
-        "formats": dict(tally.notes.formats),
-        "encodings": dict(tally.notes.encodings),
-        "cleaning": dict(tally.notes.cleaning),
+        "formats": dict(+tally.notes.formats),
+        "encodings": dict(+tally.notes.encodings),
+        "cleaning": dict(+tally.notes.cleaning),
         "skipped": dict(each.skipped),
     }
 
