@@ -26,7 +26,7 @@ AXIS_SLOTS: dict[str, frozenset[str]] = {
     "attention": frozenset({"attention", "reshape"}),
     "precision": frozenset({"precision"}),
     "dataloader": frozenset({"loader"}),
-    "generation": frozenset({"generate", "transforms"}),
+    "generation": frozenset({"generate", "transforms", "finish"}),
     "norm": frozenset({"norm"}),
     "matmul": frozenset({"projection", "feed_forward", "loss", "matmul", "reshape", "pad_vocab_to", "transforms"}),
     "graph": frozenset({"transforms", "optimizer", "accumulate", "step_contexts", "after_step", "environment"}),
@@ -127,7 +127,8 @@ def load_plugins(paths: Iterable[str]) -> None:
         if getattr(sys.modules.get(name), "__file__", None) == str(file):
             continue
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None and spec.loader is not None
+        if spec is None or spec.loader is None:
+            raise InputError(f"plugins: {path!r} cannot be imported")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
