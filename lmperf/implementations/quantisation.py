@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 LEVELS = 127  # symmetric int8: −127 … 127, so that negation never overflows
 
+#: torch 2.13's weight-only CPU kernel reads past the end of rows that are no multiple of 16 (wrong sums, crashes).
+KERNEL_MULTIPLE = 32
+
 
 def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight (n, k) → int8 (n, k) and one fp32 scale a row (n,), symmetric: weight ≈ int8 · scale."""
@@ -101,7 +104,8 @@ class WeightOnlyLinear(nn.Module):
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float())
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":  # the kernel's fp32 form is not vectorised: bf16 in, bf16 out
+        if x.device.type == "cpu" and self.in_features % KERNEL_MULTIPLE == 0:
+            # The kernel's fp32 form is not vectorised: bf16 in, bf16 out.
             rows = x.flatten(0, -2).to(torch.bfloat16)
             y = torch._weight_int8pack_mm(rows, self.integers, self.scale.to(torch.bfloat16)).float()
         else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lmperf.implementations.blocked import blocked_matmul
-from lmperf.implementations.losses import chunked_cross_entropy
+from lmperf.implementations.losses import chunked_cross_entropy, padded_reference
 from lmperf.implementations.projections import FusedGateUp, FusedQKV, without_biases
 from lmperf.recipe import Recipe, Stage, Transform
 from lmperf.records import ModelShape
@@ -57,7 +57,9 @@ def unaligned(recipe: Recipe) -> Recipe:
     return _reshape(recipe, _unaligned)
 
 
-@variant("matmul", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=lambda recipe: recipe.replace(pad_vocab_to=64))
+@variant(
+    "matmul", fidelity="quality", rtol=1e-4, atol=1e-5, oracle=lambda recipe: recipe.replace(loss=padded_reference)
+)
 def padded_vocab(recipe: Recipe) -> Recipe:
     """Vocabulary padded to a multiple of 64 with tokens that never occur."""
     return recipe.replace(pad_vocab_to=64)
