@@ -33,7 +33,10 @@ SMALL = {"vocab_size": 400, "block": 33}
 
 @pytest.fixture(scope="module")
 def trained() -> Tokenizer:
-    texts = [prose(number) for number in range(40)]
+    blanks = (
+        "a\u00a0  b\u3000 \n\n c\u2028  \t.\x0b  1\u00a0\u00a0 文  \n " * 20
+    )  # runs that become tokens of their own
+    texts = [blanks, *(prose(number) for number in range(40))]
     return parse_tokenizer(train_tokenizer(iter(texts), 400).to_str(), "test")
 
 
@@ -96,6 +99,13 @@ def test_splits_are_disjoint_and_complete(shards: Path, tmp_path: Path) -> None:
         assert entry["documents"] == len(parts[name])
     assert manifest == read_json(tmp_path / "out" / "manifest.json")
     assert manifest["split"]["by"] == "document"
+
+
+def test_shares_are_as_asked_for(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "s", {"english": [f"short text {number:05d}" for number in range(6000)]})
+    chosen = splits.assign(splits.survey(folder, seed=3), training_domain="english", held_out=0.1, domain_bytes=1)
+    shares = [float((chosen.split == index).mean()) for index in range(3)]
+    assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.025)
 
 
 def test_adding_documents_moves_no_document_between_splits(tmp_path: Path) -> None:
@@ -257,14 +267,14 @@ def test_own_tokenizer_with_truncation_and_without_an_end_token(
     tokenizer.pre_tokenizer = trained.pre_tokenizer
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=50)
+    tokenizer.enable_padding(length=5000)
     tokenizer.save(str(tmp_path / "own.json"))
     manifest = tokenize(shards, tmp_path / "out", tokenizer_file=str(tmp_path / "own.json"), block=33)
     assert manifest["lossless"] is False
     assert "bits per byte" in caplog.text
     saved = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     assert saved.token_to_id(END_OF_TEXT) == manifest["end_of_text"] == manifest["vocab_size"] - 1
-    assert manifest["splits"]["train"]["tokens"] > 1000  # neither cut to 5 nor padded to 50 a document
+    assert 15_000 < manifest["splits"]["train"]["tokens"] < 100_000  # neither cut to 5 nor padded to 5,000 a document
 
 
 def bpe_of(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -456,6 +466,26 @@ def test_a_run_whose_folder_was_taken_over_says_so(
 
     with pytest.raises(CheckFailed, match="another run"):
         tokenize(shards, tmp_path / "out", progress=takes_over, **SMALL)
+
+
+def test_a_stop_while_files_are_renamed_leaves_no_mixture(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenize(shards, tmp_path / "out", seed=1, **SMALL)
+    real, count = os.replace, 0
+
+    def stops(source: Path, target: Path) -> None:
+        nonlocal count
+        count += target.parent == tmp_path / "out"
+        if count == 2:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(shards, tmp_path / "out", seed=2, **SMALL)
+    with pytest.raises(InputError, match="manifest"):
+        TokenData.open(tmp_path / "out", "train")
 
 
 def test_files_of_an_earlier_run_are_replaced(shards: Path, tmp_path: Path) -> None:
