@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ from torch import Tensor, nn
 from lmperf import evaluation, registry
 from lmperf.evaluation import Windows
 from lmperf.failures import reason_of, status_of
+from lmperf.implementations import ranks
 from lmperf.machine import fingerprint, machine
 from lmperf.model import StepReport, TrainingStep, apply_runtime, apply_transforms, build
 from lmperf.provenance import provenance, scrub, scrubbed
 from lmperf.recipe import BuildContext, Recipe
 from lmperf.records import InputError, QualitySpec, to_json, write_json
 from lmperf.reference import LoaderSource
+from lmperf.schedule import learning_rate_factor, set_rates
 from lmperf.stability import StepRecord, stability
 
 log = logging.getLogger(__name__)
 
-FINAL_RATE = 0.1  # share of the learning rate left at the end of the cosine
 HOPELESS = 50  # steps in a row without a finite loss and an applied update, after which a run is ended
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError,
             ImportError, OSError, MemoryError)  # fmt: skip
@@ -48,6 +50,8 @@ class Run:
     model: nn.Module
     step: TrainingStep
     validation: Windows
+    rows: slice  # this process's share of each batch
+    rates: tuple[float, ...]  # of the optimizer's groups, before the schedule
     steps: StepRecord = field(default_factory=StepRecord)
     curve: list[dict[str, Any]] = field(default_factory=list)
     underflow: dict[str, float] | None = None
@@ -97,13 +101,43 @@ def quality_run(spec: QualitySpec) -> dict[str, Any]:
         if reason := registry.get(key, spec.plugins).unavailable():
             return {"status": "unsupported", "reason": f"{key}: {reason}"}
     recipe = registry.compose(spec.variants, spec.plugins)
-    if recipe.parallel is not None and recipe.parallel.world_size > 1:
-        return {"status": "unsupported", "reason": "a quality run is one process; this recipe needs several"}
     settle_process(spec, recipe)
-    with tempfile.TemporaryDirectory(prefix="lmperf-train-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="lmperf-train-") as scratch, cohort(spec, recipe, Path(scratch)) as tell:
         run = prepare(spec, recipe, Path(scratch))
-        train_steps(run, batches_of(spec, recipe, Path(scratch)))
+        train_steps(run, batches_of(spec, recipe, Path(scratch)), tell)
         return conclude(run)
+
+
+@contextmanager
+def cohort(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Iterator[Callable[[], None]]:
+    """The other processes of a recipe that needs several; what is yielded tells them to take the next step."""
+    size = 1 if recipe.parallel is None else recipe.parallel.world_size
+    if size == 1:
+        yield lambda: None
+        return
+    if spec.batch_size % size:
+        raise InputError(f"quality.batch_size: {spec.batch_size} cannot be shared by {size} processes")
+    others = ranks.start(size, Follow(spec), folder=scratch, threads=spec.threads, device=spec.device)
+    try:
+        yield lambda: others.command("step")
+    finally:
+        others.close()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What ranks 1 … n - 1 do: the same steps on their own rows of the same batches, whenever rank 0 takes one."""
+
+    spec: QualitySpec
+
+    def __call__(self, rank: int, pipe: Connection) -> None:
+        recipe = registry.compose(self.spec.variants, self.spec.plugins)
+        settle_process(self.spec, recipe)
+        with tempfile.TemporaryDirectory(prefix="lmperf-train-") as scratch:
+            run = prepare(self.spec, recipe, Path(scratch), rank)
+            for number, (x, y) in enumerate(batches_of(self.spec, recipe, Path(scratch))):
+                pipe.recv_bytes()
+                scheduled_step(run, number, x, y)
 
 
 def settle_process(spec: QualitySpec, recipe: Recipe) -> None:
@@ -127,7 +161,7 @@ def batches_of(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Iterator[tup
     return recipe.loader(source)
 
 
-def prepare(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Run:
+def prepare(spec: QualitySpec, recipe: Recipe, scratch: Path, rank: int = 0) -> Run:
     """Build model, step and validation windows; a vocabulary that does not hold the tokens is an `InputError`."""
     context = BuildContext(
         shape=recipe.shape(spec.model), device=spec.device, seed=spec.seed,
@@ -139,7 +173,12 @@ def prepare(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Run:
         model, recipe, learning_rate=spec.learning_rate, device=spec.device, clip=spec.clip,
         weight_decay=spec.weight_decay,
     )  # fmt: skip
-    return Run(spec, recipe, model, step, windows(spec, "validation", spec.sequence_length))
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise NotImplementedError("no quality run with sharded parameters: the function is the baseline's")
+    share = spec.batch_size // (1 if recipe.parallel is None else recipe.parallel.world_size)
+    rates = tuple(float(group["lr"]) for group in step.optimizer.param_groups)
+    rows = slice(rank * share, (rank + 1) * share)
+    return Run(spec, recipe, model, step, windows(spec, "validation", spec.sequence_length), rows, rates)
 
 
 def check_vocabulary(spec: QualitySpec) -> None:
@@ -165,33 +204,14 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator
         yield x.to(device), y.to(device)
 
 
-def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then a cosine down to `FINAL_RATE` (Loshchilov and Hutter 2017)."""
-    warmup = min(warmup, steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - 1 - warmup)
-    return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rates: list[float], factor: float) -> None:
-    """Scale every group's own learning rate by `factor`, in place where it is a tensor (compiled optimizers)."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * factor)
-        else:
-            group["lr"] = rate * factor
-
-
-def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]], tell: Callable[[], None]) -> None:
     """All steps with an evaluation before the first, every `evaluate_every` and after the last."""
     spec = run.spec
-    rates = [float(group["lr"]) for group in run.step.optimizer.param_groups]
     begun = time.perf_counter()
     add_evaluation(run, 0)
     for number, (x, y) in zip(range(spec.steps), batches, strict=False):
-        set_rates(run.step.optimizer, rates, learning_rate_factor(number, spec.steps, spec.warmup_steps))
-        timed_step(run, x, y)
+        tell()
+        scheduled_step(run, number, x, y)
         if (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.steps:
             add_evaluation(run, number + 1)
         if run.steps.trailing_failures() >= HOPELESS and number + 1 < spec.steps:
@@ -201,10 +221,12 @@ def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
             raise OutOfTime(f"time limit of {spec.time_limit_s:.0f} s reached at step {number + 1} of {spec.steps}")
 
 
-def timed_step(run: Run, x: Tensor, y: Tensor) -> None:
-    """One step, its wall time and its record; reading loss and norm waits for the device."""
+def scheduled_step(run: Run, number: int, x: Tensor, y: Tensor) -> None:
+    """Step `number` on this process's rows, its wall time and its record; reading the loss waits for the device."""
+    spec, rows = run.spec, run.rows
+    set_rates(run.step.optimizer, run.rates, learning_rate_factor(number, spec.steps, spec.warmup_steps))
     start = time.perf_counter()
-    report: StepReport = run.step(x.to(run.spec.device), y.to(run.spec.device))
+    report: StepReport = run.step(x[rows].to(spec.device), y[rows].to(spec.device))
     loss, norm = report.loss.item(), float(report.gradient_norm)
     run.trained_s += time.perf_counter() - start
     run.steps.add(loss, norm, report.skipped, report.scale)

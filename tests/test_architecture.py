@@ -24,7 +24,7 @@ LAYERS = [
     {"checking"},
     {"workloads"},
     {"memory", "timing", "launching"},
-    {"sessions", "stability", "evaluation", "training", "hotspots", "tracing", "profiling"},
+    {"sessions", "stability", "schedule", "evaluation", "training", "hotspots", "tracing", "profiling"},
     {"statistics"},
     {"readings"},
     {"comparing"},

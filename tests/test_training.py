@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 import sys
 
 import pytest
 import torch
 from helpers_tokens import VOCABULARY, english, write_tokens
 
-from lmperf import evaluation, registry, training
+from lmperf import evaluation, registry, schedule, training
 from lmperf.model import build
 from lmperf.recipe import Precision, Recipe
 from lmperf.records import InputError, ModelShape, QualitySpec, from_json, read_json
@@ -206,6 +207,32 @@ def test_the_loss_scale_is_recorded(spec, tmp_path, plugin):
     assert run(spec, tmp_path, steps=8)["stability"]["skipped_scaler_steps"] is None
 
 
+def test_several_processes_train_as_one(spec, tmp_path):
+    single = run(spec, tmp_path, steps=6)
+    joined = run(spec, tmp_path, steps=6, variants=("distributed/ddp_flat",))
+    assert joined["status"] == "ok"
+    assert joined["final"]["loss"] == pytest.approx(single["final"]["loss"], rel=1e-3)
+    assert joined["curve"][-1]["tokens"] == single["curve"][-1]["tokens"]
+    assert multiprocessing.active_children() == []
+
+
+def test_a_batch_that_cannot_be_shared_is_bad_input(spec, tmp_path):
+    with pytest.raises(InputError, match="batch_size: 3 cannot be shared by 2"):
+        run(spec, tmp_path, batch_size=3, variants=("distributed/ddp_flat",))
+
+
+def test_sharded_parameters_are_refused_with_a_reason(spec, tmp_path, monkeypatch):
+    def sharded(*args, **kwargs):
+        model = build(*args, **kwargs)
+        model.norm.weight.full_tensor = None
+        return model
+
+    monkeypatch.setattr(training, "build", sharded)
+    outcome = run(spec, tmp_path)
+    assert outcome["status"] == "unsupported"
+    assert "sharded" in outcome["reason"]
+
+
 def test_longer_contexts_need_rotary_positions(spec, tmp_path):
     rotary = run(spec, tmp_path, steps=8)
     assert rotary["long_context"]["length"] == 64
@@ -232,12 +259,21 @@ def test_the_target_is_reached_between_two_evaluations(spec, tmp_path):
 
 
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine():
-    rates = [training.learning_rate_factor(step, 100, 10) for step in range(100)]
+    rates = [schedule.learning_rate_factor(step, 100, 10) for step in range(100)]
     assert rates[0] == 0.1
     assert rates[9] == rates[10] == 1.0
-    assert rates[-1] == pytest.approx(training.FINAL_RATE)
+    assert rates[-1] == pytest.approx(schedule.FINAL_RATE)
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert training.learning_rate_factor(0, 1, 20) == 1.0
+    assert schedule.learning_rate_factor(0, 1, 20) == 1.0
+
+
+def test_rates_are_scaled_by_group_and_in_place_where_they_are_tensors():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1], "lr": torch.tensor(1.0)}, {"params": weights[1:], "lr": 2.0}])
+    tensor = optimizer.param_groups[0]["lr"]
+    schedule.set_rates(optimizer, (1.0, 2.0), 0.25)
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert (tensor.item(), optimizer.param_groups[1]["lr"]) == (0.25, 0.5)
 
 
 def test_held_out_windows_are_even_and_know_no_seed(tokens):
