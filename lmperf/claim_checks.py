@@ -84,6 +84,21 @@ def prefix_reuse(evidence: Evidence) -> Outcome:
     return Outcome(verdict, f"hit rate at {rows[-1]['shape']}; it follows from how much the requests share", rate)
 
 
+def expert_bytes(evidence: Evidence) -> Outcome:
+    """B13: bytes of the experts' gradients with the largest entries alone, against the same gradients uncompressed."""
+    values = {
+        row["metric"]: row["value"]
+        for row in evidence.results
+        if row["variant"] == "moe_topk" and row["metric"] in ("expert_bytes", "expert_dense_bytes")
+    }
+    sent, dense = values.get("expert_bytes"), values.get("expert_dense_bytes")
+    if not sent or not dense:
+        return Outcome("not testable here", "distributed/moe_topk was not measured: not in this preset's sessions")
+    ratio = sent / dense
+    verdict = "reproduced" if ratio <= 0.2 else "direction only" if ratio < 1 else "contradicted"
+    return Outcome(verdict, "counted; it follows from the share of entries that is kept", ratio)
+
+
 def accuracy_verdicts(evidence: Evidence) -> Outcome:
     """A8: share of the recipes with quality runs whose loss has a verdict (inconclusive is none)."""
     rows = [
@@ -148,6 +163,6 @@ CHECKS: dict[str, Callable[[Evidence], Outcome]] = {
     check.__name__: check
     for check in (
         profile_stage, top_hotspots, three_dimensions, warm_up, prefix_reuse, accuracy_verdicts, five_dimensions,
-        checklist, concentration,
+        checklist, concentration, expert_bytes,
     )
 }  # fmt: skip

@@ -35,8 +35,9 @@ UNKNOWN = Kind(None)
 KINDS = {
     "wait_share": Kind(True, SIZE_WORDS),
     "hit_rate": SHARE_HIGH,
-    "recall": SHARE_HIGH,
     "break_even_steps": Kind(True, SIZE_WORDS),
+    "comm_share": Kind(True, SIZE_WORDS),
+    "wire_reduction": SHARE_HIGH,
 }
 
 
@@ -46,8 +47,10 @@ def kind_of(metric: str, unit: str) -> Kind:
         return KINDS[metric]
     if metric.startswith(("mfu", "hfu", "mbu", "flops")):
         return UTILISATION
-    if metric.endswith("_per_s"):
-        return RATE
+    if metric.endswith("recall"):
+        return SHARE_HIGH
+    if metric.endswith(("_per_s", "bandwidth")) or unit.endswith("/s"):
+        return UNKNOWN if metric.startswith("break_even") else RATE
     if metric.endswith("_s") or unit == "s":
         return TIME
     return SIZE if unit == "bytes" or "bytes" in metric else UNKNOWN

@@ -15,6 +15,10 @@ import pyarrow.parquet as pq
 
 from lmperf.records import RESULT_COLUMNS, SCHEMA_VERSION, InputError, atomic_write, read_json, write_json
 
+TABLES = tuple(
+    f"{name}.csv"
+    for name in ("results", "ablation", "claims", "hotspots", "ladder", "quality", "utilisation", "warmup")
+)
 NUMBERS = ("value", "baseline_value", "ratio", "ci_low", "ci_high", "noise_floor", "mde")
 RESULT_TYPES = {
     name: pa.float64() if name in NUMBERS else pa.int64() if name == "rounds" else pa.string()
@@ -54,10 +58,12 @@ def write_csv(table: pd.DataFrame, path: Path | str) -> pd.DataFrame:
 
 
 def _note_schema(path: Path) -> None:
+    """Keep schemas.json beside the tables; all known names at once, so that parallel jobs write the same."""
     versions = path.parent / "schemas.json"
     known = read_json(versions) if versions.exists() else {}
-    if known.get(path.name) != SCHEMA_VERSION:
-        write_json(versions, {**known, path.name: SCHEMA_VERSION})
+    wanted = {**dict.fromkeys(TABLES, SCHEMA_VERSION), **known, path.name: SCHEMA_VERSION}
+    if known != wanted:
+        write_json(versions, wanted)
 
 
 def write_results(rows: Sequence[Mapping[str, Any]], out_tables: Path, results_parquet: Path) -> pd.DataFrame:

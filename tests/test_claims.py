@@ -10,6 +10,7 @@ import pytest
 from session_files import MEGABYTE, quality_run, session_spec, timed, write_quality, write_session
 
 from lmperf.ablation import ablate, quality_table
+from lmperf.catalogue import catalogue
 from lmperf.claim_checks import concentration, warm_up
 from lmperf.claims import CLAIM_COLUMNS, CLAIM_VERDICTS, ClaimTest, judge, judge_test, load_claims
 from lmperf.comparing import compare
@@ -52,6 +53,13 @@ def test_all_claims_are_there_with_their_tests():
     claims = load_claims()
     assert [claim.id for claim in claims] == [*(f"A{i}" for i in range(1, 10)), *(f"B{i}" for i in range(1, 16))]
     assert all(claim.tests and claim.statement for claim in claims)
+
+
+def test_every_variant_that_a_claim_names_is_in_the_catalogue():
+    named = {
+        f"{t.axis}/{v}" for c in load_claims() for t in c.tests if t.axis != "stack" for v in (*t.variant, *t.versus)
+    }
+    assert named - set(catalogue()) == set()
 
 
 def test_a_run_of_nothing_makes_every_claim_untestable_with_its_reason(tmp_path):
