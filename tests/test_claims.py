@@ -11,7 +11,7 @@ from session_files import MEGABYTE, quality_run, session_spec, timed, write_qual
 
 from lmperf.ablation import ablate, quality_table
 from lmperf.catalogue import catalogue
-from lmperf.claim_checks import concentration, warm_up
+from lmperf.claim_checks import concentration, expert_bytes, warm_up
 from lmperf.claims import CLAIM_COLUMNS, CLAIM_VERDICTS, ClaimTest, judge, judge_test, load_claims
 from lmperf.comparing import compare
 from lmperf.evidence import Evidence
@@ -56,9 +56,8 @@ def test_all_claims_are_there_with_their_tests():
 
 
 def test_every_variant_that_a_claim_names_is_in_the_catalogue():
-    named = {
-        f"{t.axis}/{v}" for c in load_claims() for t in c.tests if t.axis != "stack" for v in (*t.variant, *t.versus)
-    }
+    tests = [test for claim in load_claims() for test in claim.tests if test.axis != "stack"]
+    named = {f"{test.axis}/{name}" for test in tests for name in (*test.variant, *test.versus)}
     assert named - set(catalogue()) == set()
 
 
@@ -127,6 +126,14 @@ def test_a_claimed_rate(ratio, low, high, word, verdict):
 def test_a_claim_of_no_cost(word, ratio, verdict):
     row = measured(ratio, ratio - 0.01, ratio + 0.01, word)
     assert outcome(sought(direction="none"), row).verdict == verdict
+
+
+@pytest.mark.parametrize(("sent", "verdict"), [(1.5, "reproduced"), (4.0, "direction only"), (11.0, "contradicted")])
+def test_bytes_of_experts_are_counted_against_their_own(sent, verdict):
+    rows = [
+        result("moe_topk", metric=m, value=v) for m, v in {"expert_bytes": sent, "expert_dense_bytes": 10.0}.items()
+    ]
+    assert expert_bytes(Evidence(rows, (), Path("nowhere"), CPU)).verdict == verdict
 
 
 def test_the_inconclusive_one_says_what_could_not_have_been_seen():
