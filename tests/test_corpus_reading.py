@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from ingest_helpers import run
 
-from lmperf.corpus import events, lines, reading, records, texts, window
+from lmperf.corpus import events, lines, reading, records, tables, texts, window
 from lmperf.records import InputError
 
 PROSE = "It was a bright day.\nThe clocks struck.\n"
@@ -348,9 +348,9 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything over 4 kB counts as large."""
     from lmperf.corpus import decoding, merging
 
-    for module in (events, lines, records, texts, window, merging):
+    for module in (events, lines, records, tables, texts, window, merging):
         monkeypatch.setattr(module, "LARGE", 4096)
-    for module in (decoding, lines, window, merging):
+    for module in (decoding, lines, tables, window, merging):
         monkeypatch.setattr(module, "CHUNK", 1000, raising=False)
 
 
@@ -358,7 +358,7 @@ LONG = "".join(f'{number} "é\U0001f600" \\ 文\n' for number in range(3000))
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "object", "html", "parquet"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "json", "object", "html", "parquet", "csv", "tsv"])
 @pytest.mark.usefixtures("small_limits")
 def test_large_documents_arrive_whole(tmp_path: Path, kind: str, ascii_only: bool) -> None:
     def dump(value: Any) -> bytes:
@@ -372,9 +372,12 @@ def test_large_documents_arrive_whole(tmp_path: Path, kind: str, ascii_only: boo
         "object": dump(record).replace(b'{"n"', b'{\n"n"'),
         "html": b"<html><p>" + LONG.encode() + b"</p></html>",
         "parquet": parquet(pa.table({"text": [LONG]})),
+        "csv": table(["id", "text", "z"], [["1", "before", ""], ["2", LONG, "z"], ["3", "after", ""]]).encode(),
+        "tsv": ("text\tid\nbefore\t1\n" + "x" * 9000 + "\t2\nafter\t3\n").encode(),
     }[kind]
     got = run(tmp_path, {"a.json" if kind == "object" else f"a.{kind}": content})
     extra = {"jsonl": ["before", LONG, "after"], "json": ["before", LONG, "after", LONG + "!"]}
+    extra |= {"csv": extra["jsonl"], "tsv": ["before", "x" * 9000, "after"]}
     expected = extra.get(kind, [LONG])
     assert [text.strip() for text in got.texts] == [text.strip() for text in expected]
     assert got.quarantine == []
@@ -389,11 +392,13 @@ def test_large_documents_in_other_encodings_and_broken_ones(tmp_path: Path) -> N
         "c.txt": LONG.encode() + b"\xff\xff\xff",
         "d.jsonl": json.dumps({"text": LONG}).encode()[:-9] + b'\n{"text": "kept"}\n',
         "e.jsonl": json.dumps({"text": LONG + "e"}).encode() + b'{"text": "two on a line"}\n',
+        "g.csv": table(["id", "text"], [["1", chinese + "g"], ["2", "end"]]).encode("gb18030"),
+        "h.csv": b'id,text\n1,"' + b"never closed\n" * 2000,
         "f.txt": gzip.compress(LONG.encode())[:-9],
     }
     got = run(tmp_path, files, encoding="gb18030")
-    assert got.texts == [chinese, chinese + "b", "kept"]
-    assert sorted({line["file"] for line in got.quarantine}) == ["c.txt", "d.jsonl", "e.jsonl", "f.txt"]
+    assert got.texts == [chinese, chinese + "b", "kept", chinese + "g", "end"]
+    assert sorted({line["file"] for line in got.quarantine}) == ["c.txt", "d.jsonl", "e.jsonl", "f.txt", "h.csv"]
 
 
 @pytest.mark.usefixtures("small_limits")

@@ -18,6 +18,12 @@ class LongLine:
     size: int
 
 
+def rewound(spool: BinaryIO) -> BinaryIO:
+    """`spool`, to be read from its start."""
+    spool.seek(0)
+    return spool
+
+
 class Lines:
     """Lines of a byte stream, cut at line feeds alone (never at U+2028), with their numbers."""
 

@@ -11,7 +11,7 @@ from lmperf.corpus.cleaning import encode
 from lmperf.corpus.decoding import Plain, Unreadable, candidates, mark_of, to_utf8, utf8_chunks
 from lmperf.corpus.events import HEAD, LARGE, Event, Input, LargeText, Notes, Problem, Text
 from lmperf.corpus.formats import text_keys
-from lmperf.corpus.lines import Lines, LongLine, Recoded, as_utf8
+from lmperf.corpus.lines import Lines, LongLine, Recoded, as_utf8, rewound
 from lmperf.corpus.scanning import JsonScanner
 from lmperf.corpus.texts import read_text
 from lmperf.corpus.window import TOO_LARGE, Window
@@ -31,12 +31,6 @@ def read_jsonl(source: Input, stream: Plain, notes: Notes) -> Iterator[Event]:
             yield from _json_line(source, line, {"line": number}, notes)
     if lines.damage:
         yield Problem(lines.damage, 1, {"line": last + 1})
-
-
-def rewound(spool: BinaryIO) -> BinaryIO:
-    """`spool`, to be read from its start."""
-    spool.seek(0)
-    return spool
 
 
 def _long_record(
