@@ -15,7 +15,7 @@ from lmperf.caching import DynamicCache
 from lmperf.implementations.decoding import decode
 
 Hash = Callable[[bytes, bytes], bytes]
-MOST_BLOCKS = 512
+MOST_BYTES = 256 << 20  # of keys and values
 
 
 def chain_hash(before: bytes, tokens: bytes) -> bytes:
@@ -48,6 +48,11 @@ def checksum(layers: tuple[tuple[Tensor, Tensor], ...]) -> tuple[float, ...]:
     return tuple(float(k.double().sum() + 2 * v.double().sum()) for k, v in layers)
 
 
+def layer_bytes(layers: tuple[tuple[Tensor, Tensor], ...]) -> int:
+    """Bytes of a block's keys and values."""
+    return sum(t.numel() * t.element_size() for pair in layers for t in pair)
+
+
 @dataclass
 class PrefixCache:
     """Blocks by hash, least recently used ones dropped; a hit is compared with what it claims to be.
@@ -58,11 +63,12 @@ class PrefixCache:
 
     block: int = 128
     hash: Hash = chain_hash
-    most_blocks: int = MOST_BLOCKS
+    most_bytes: int = MOST_BYTES
     blocks: OrderedDict[bytes, Block] = field(default_factory=OrderedDict)
     asked_tokens: int = 0
     hit_tokens: int = 0
     rejected: int = 0
+    nbytes: int = 0  # of keys and values held
 
     def match(self, prompt: Tensor, version: tuple[int, ...]) -> list[Block]:
         """The longest verified chain of blocks for prompt (length,); at least one token is left to compute."""
@@ -75,7 +81,7 @@ class PrefixCache:
             same = entry.tokens == tokens and entry.before is before and entry.version == version
             if not (same and entry.intact()):
                 self.rejected += 1
-                del self.blocks[key]
+                self._drop(key)
                 break
             self.blocks.move_to_end(key)
             found.append(entry)
@@ -95,10 +101,16 @@ class PrefixCache:
                 continue
             span = slice(number * self.block, (number + 1) * self.block)
             layers = tuple((k[row, :, span].clone(), v[row, :, span].clone()) for k, v in cache.layers)
+            if held is not None:
+                self._drop(key)
             before = self.blocks[key] = Block(tokens, before, version, layers, checksum(layers))
             self.blocks.move_to_end(key)
-        while len(self.blocks) > self.most_blocks:
-            self.blocks.popitem(last=False)
+            self.nbytes += layer_bytes(layers)
+        while self.nbytes > self.most_bytes:
+            self._drop(next(iter(self.blocks)))
+
+    def _drop(self, key: bytes) -> None:
+        self.nbytes -= layer_bytes(self.blocks.pop(key).layers)
 
     def _chain(self, prompt: Tensor, count: int) -> Iterator[tuple[bytes, bytes]]:
         key = b""
@@ -112,15 +124,10 @@ class PrefixCache:
         """Share of prompt tokens that were not computed, or None before any prompt."""
         return self.hit_tokens / self.asked_tokens if self.asked_tokens else None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values held."""
-        return sum(t.numel() * t.element_size() for b in self.blocks.values() for pair in b.layers for t in pair)
-
     def clear(self) -> None:
         """Forget all blocks and counts."""
         self.blocks.clear()
-        self.asked_tokens = self.hit_tokens = self.rejected = 0
+        self.asked_tokens = self.hit_tokens = self.rejected = self.nbytes = 0
 
 
 _CACHES: weakref.WeakKeyDictionary[nn.Module, dict[int, PrefixCache]] = weakref.WeakKeyDictionary()
