@@ -52,6 +52,9 @@ def hotspot(event: Any, total: float, ceiling: Ceiling, device: str) -> dict[str
     flops = event.flops or None
     moved = bytes_moved(event.key, event.input_shapes or [], BYTES[ceiling.dtype])
     position = roofline(flops, event.count * moved if moved else None, ceiling.flops, ceiling.bandwidth)
+    if position is None and moved and flops is None and ceiling.flops and ceiling.bandwidth:
+        # What the profiler counts no FLOPs for (copies, softmax, activations, norms) does a few an element at most.
+        position = {"intensity": None, "bound": "memory"}
     rate = flops / (time_us * 1e-6) if flops else None
     return {
         "operator": event.key,

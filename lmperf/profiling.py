@@ -25,6 +25,7 @@ from lmperf.reference import LoaderSource
 from lmperf.tables import frame, write_csv
 from lmperf.tracing import overhead, record_within
 from lmperf.training import FAILURES
+from lmperf.utilisation import dtype_of
 from lmperf.workloads.base import Prepared
 
 UTILISATION_COLUMNS = ("dtype", "what", "achieved", "peak", "share", "source")
@@ -32,6 +33,10 @@ CURVE_STEPS = 30
 CURVE_CAP_S = 60.0  # of the warm-up curve, for models whose step takes seconds
 WARMUPS = (0, 1, 2, 5, 10)
 INPUT_BATCHES = 4
+NOTHING = {
+    "step_s": None, "tokens_per_s": None, "build_s": None, "warmup": None, "overhead_factor": None, "trace": None,
+    "memory": {"peak_memory_bytes": None}, "flops": None,
+}  # fmt: skip
 PEAK_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,7 +54,7 @@ def profile_baseline(
     facts = machine()
     answer: dict[str, Any] = {
         "schema": 1, "spec": scrubbed(to_json(spec)),
-        "status": "ok", "reason": None, "provenance": provenance(spec), "fingerprint": fingerprint(facts),
+        "status": "ok", "reason": None, **NOTHING, "provenance": provenance(spec), "fingerprint": fingerprint(facts),
     }  # fmt: skip
     recipe = registry.compose(spec.arms[0].variants if spec.arms else (), spec.plugins)
     rows: list[dict[str, Any]] = []
@@ -196,13 +201,6 @@ def flops_of(
     }
 
 
-def dtype_of(recipe: Recipe) -> str:
-    """The number format of the recipe's matrix products: "float32", "tf32", "bfloat16" or "float16"."""
-    chosen = recipe.precision.autocast or recipe.precision.parameters
-    name = str(chosen).removeprefix("torch.")
-    return "tf32" if name == "float32" and recipe.precision.tf32 else name
-
-
 def write_tables(
     spec: SessionSpec, recipe: Recipe, answer: dict[str, Any], rows: list[Any], peaks: Mapping[str, Any],
     facts: Mapping[str, Any], tables: Path, top: int,
@@ -240,7 +238,7 @@ def utilisation_rows(
     best = {kind: entry["best"] for kind, entry in peaks["flops"].items()}
     rows: list[tuple[str, str, float | None, float | None, str]] = []
     for convention in ("palm", "exact"):
-        rate = answer["flops"][convention]["total"] / answer["step_s"] if answer.get("step_s") else None
+        rate = answer["flops"][convention]["total"] / answer["step_s"] if answer["step_s"] else None
         rows.append((dtype, f"training_step_{convention}", rate, best.get(dtype), "measured"))
         rows.append((dtype, f"training_step_{convention}", rate, datasheet_peak(device, dtype), "datasheet"))
     for kind, entry in peaks["flops"].items():

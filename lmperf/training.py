@@ -240,7 +240,8 @@ def add_evaluation(run: Run, step: int) -> None:
     if step:
         run.underflow = gradient_underflow(run.model, run.step) or run.underflow
     run.curve.append({"step": step, "tokens": step * run.tokens_per_step, "wall_s": run.trained_s, **found})
-    log.info("%s: step %d, loss %s", run.spec.run, step, found["loss"])
+    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
+    log.info("%s: step %d, validation loss %s", run.spec.run, step, loss)
 
 
 def gradient_underflow(model: nn.Module, step: TrainingStep) -> dict[str, float] | None:

@@ -23,7 +23,7 @@ LAYERS = [
     {"variants"},
     {"checking"},
     {"workloads"},
-    {"memory", "timing", "launching"},
+    {"utilisation", "memory", "timing", "launching"},
     {"sessions", "stability", "schedule", "evaluation", "training", "hotspots", "tracing", "profiling"},
     {"statistics"},
     {"readings"},

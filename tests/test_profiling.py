@@ -167,16 +167,18 @@ def test_a_hotspot_lies_under_the_roofline_where_its_numbers_say():
     ceiling = hotspots.Ceiling(flops=1e12, bandwidth=1e10)
     mm = event("aten::mm", 1000.0, 2 * 512**3, [[512, 512], [512, 512]])
     thin = event("aten::bmm", 100.0, 2 * 4 * 64, [[4, 1, 64], [4, 64, 1]])
-    rows = hotspots.hotspots([thin, mm, event("ProfilerStep*", 9e9), event("aten::add", 10.0)], ceiling)
-    assert [row["operator"] for row in rows] == ["aten::mm", "aten::bmm", "aten::add"]
+    rows = hotspots.hotspots([thin, mm, event("ProfilerStep*", 9e9), event("aten::gelu", 10.0, 0, [[4, 8]])], ceiling)
+    assert [row["operator"] for row in rows] == ["aten::mm", "aten::bmm", "aten::gelu"]
     assert rows[0]["intensity"] == pytest.approx(2 * 512**3 / (3 * 4 * 512**2))
-    assert [row["roofline"] for row in rows] == ["memory", "memory", None]
+    assert [row["roofline"] for row in rows] == ["memory", "memory", "memory"]
+    assert rows[2]["intensity"] is None
     assert rows[0]["peak_share"] == pytest.approx(2 * 512**3 / 1e-3 / 1e12)
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
     fast = hotspots.hotspots([mm], hotspots.Ceiling(flops=1e11, bandwidth=1e10))
     assert fast[0]["roofline"] == "compute"
     unknown = hotspots.hotspots([mm], hotspots.Ceiling(None, None))
     assert unknown[0]["roofline"] is None
+    assert hotspots.hotspots([event("step", 5.0)], ceiling)[0]["roofline"] is None, "no shapes, no position"
     assert unknown[0]["peak_share"] is None
 
 
@@ -214,6 +216,8 @@ def test_a_step_that_cannot_run_leaves_its_reason_and_the_machine(spec, tmp_path
     monkeypatch.setattr(profiling, "build", fail)
     answer = profiling.profile_baseline(spec, tmp_path / "profile", tables=tmp_path / "tables")
     assert answer["status"] == "oom_host"
+    assert answer["step_s"] is None
+    assert answer["memory"]["peak_memory_bytes"] is None
     assert read_csv(tmp_path / "tables/hotspots.csv") == []
     rows = read_csv(tmp_path / "tables/utilisation.csv")
     assert [row["achieved"] for row in rows if row["what"].startswith("training_step")] == [None] * 4
