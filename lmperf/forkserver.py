@@ -95,7 +95,10 @@ class Server:
 
     def answer(self, message: dict[str, Any]) -> None:
         """One line to the owner."""
-        os.write(self.answers, json.dumps(message, allow_nan=False).encode() + b"\n")
+        try:
+            os.write(self.answers, json.dumps(message, allow_nan=False).encode() + b"\n")
+        except BrokenPipeError:  # the owner is gone
+            os._exit(0)
 
     def lines(self) -> Iterator[bytes]:
         """The owner's lines until end of file."""
@@ -276,6 +279,14 @@ def release_memory_limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+def preload(name: str) -> None:
+    """Import `module`, or import it and call its `function` where the name is `module:function`."""
+    module, _, function = name.partition(":")
+    loaded = importlib.import_module(module)
+    if function:
+        getattr(loaded, function)()
+
+
 def main(arguments: list[str]) -> None:
     """The server, or with a job file and a descriptor one spawned child."""
     if arguments[:1] == ["--serve"]:
@@ -283,10 +294,15 @@ def main(arguments: list[str]) -> None:
         control, answers = os.dup(0), os.dup(1)
         os.dup2(2, 1)
         prctl(PR_SET_CHILD_SUBREAPER, 1)
-        for name in ("lmperf.failures", *arguments[1:]) if arguments[1:] else ():
-            importlib.import_module(name)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # while importing nobody reads stdin's end
+        owner, *names = arguments[1:]
+        if os.getppid() != int(owner):  # it died before the line above
+            return
+        for name in ("lmperf.failures", *names) if names else ():
+            preload(name)
+        prctl(PR_SET_PDEATHSIG, 0)  # from here on the end of stdin says it, and the job's helpers end too
         Server(control, answers).serve()
-        return
+        os._exit(0)  # nothing is left to tidy, and Python's own end takes seconds with torch loaded
     child_main(json.loads(Path(arguments[0]).read_text()), int(arguments[1]))
 
 

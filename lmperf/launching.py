@@ -21,7 +21,7 @@ import psutil
 
 GRACE_S = 20.0  # beyond a job's time limit before the server itself is given up
 START_S = 180.0  # a cold disk can make importing torch slow
-PRELOAD = ("torch", "torch.optim", "torch._dynamo", "lmperf.sampling")
+PRELOAD = ("torch", "torch.optim", "torch._dynamo", "lmperf.sampling:load_everything")
 
 #: OpenMP's spinning and glibc's mapping of large tensors change a step by more than most variants do; these settings
 #: hold for all arms, are recorded, and can be set otherwise by the session's `environment` ("" removes one).
@@ -31,10 +31,12 @@ DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "67108864",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiler processes beside the clock
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would start when numpy is imported, before the fork
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so would a thread of Arrow's allocator
     "PYTHONHASHSEED": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def process_environment(threads: int, *changes: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +89,8 @@ class ForkServer:
         merged = {**os.environ, **self.environment}
         # An empty value means "not set": some of these variables change behaviour by merely being there.
         environment = {name: value for name, value in merged.items() if value != "" or name not in self.environment}
-        command = [sys.executable, "-m", "lmperf.forkserver", "--serve", *(() if self.spawn else self.preload)]
+        owner, names = str(os.getpid()), () if self.spawn else self.preload
+        command = [sys.executable, "-m", "lmperf.forkserver", "--serve", owner, *names]
         # Its own session: Ctrl-C must reach the owner only, which then ends the server in good order.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from lmperf import memory, registry
+from lmperf import memory, provenance, registry
 from lmperf.devices import Device, get_device
 from lmperf.failures import Incorrect
 from lmperf.hoststate import usable_cores
@@ -25,6 +25,12 @@ from lmperf.workloads.base import CheckOutcome, Prepared, Setting, get_workload
 
 Phase = Callable[[str], None]
 SETTLING_STEPS = 2  # before memory is read, so that lazily made state is there
+
+
+def load_everything() -> None:
+    """Import all variants and workloads once, in the fork server, instead of in every process sample."""
+    registry.variants()
+    get_workload("training_step")
 
 
 def setting_of(arguments: Mapping[str, Any]) -> tuple[Setting, int]:
@@ -39,6 +45,7 @@ def setting_of(arguments: Mapping[str, Any]) -> tuple[Setting, int]:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+    registry.load_plugins(spec.plugins)  # a plugin may bring a workload that the baseline needs too
     recipe = registry.compose(arm.variants, spec.plugins)
     scratch = Path(arguments["scratch"])
     return Setting(spec=spec, arm=arm, cell=cell, recipe=recipe, seed=seed, scratch=scratch), int(arguments["round"])
@@ -56,7 +63,7 @@ def timed(arguments: Mapping[str, Any], phase: Phase) -> dict[str, Any]:
     checks = [check(prepared, setting.seed, "check", phase)]
     timing = measure(
         prepared.step, device, TimingPlan.of(setting.spec), slowdown=setting.arm.inject_slowdown, phase=phase,
-        before_blocks=prepared.observations.clear,
+        before_blocks=prepared.observations.clear, before_block=prepared.before_block,
     )  # fmt: skip
     checks.append(check(prepared, setting.seed + 1, "after-check", phase))
     phase("close")
@@ -150,6 +157,7 @@ def sample_details(
         "disturbance": dataclasses.asdict(timing.disturbance),
         "checks": [dataclasses.asdict(outcome) if outcome else None for outcome in checks],
         "load": os.getloadavg()[0],
+        "environment": provenance.environment(),
     }
 
 

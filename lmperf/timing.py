@@ -105,19 +105,22 @@ def measure(
     compiled: Callable[[], int] = compile_count,
     phase: Callable[[str], Any] = lambda name: None,
     before_blocks: Callable[[], Any] = lambda: None,
+    before_block: Callable[[], Any] = lambda: None,
 ) -> Timing:
     """Time `step`: first call, warm-up until flat, then `plan.blocks` blocks of calibrated length.
 
     `slowdown` repeats that share of the steps of a block (qualification: a known amount of extra work).
+    `before_blocks` runs once when warm-up is over, `before_block` before every block, both outside the clock.
     """
     phase("warm-up")
+    before_block()
     first = device.block(step, 1).wall_s
-    warmup = warm_up(step, device, plan, first)
+    warmup = warm_up(step, device, plan, before_block)
     estimate = statistics.median(warmup.curve[-WINDOW:])
     steps, extra = block_steps(estimate, plan.block_s, slowdown)
     phase("timing")
     before_blocks()
-    blocks, recompiled, states = _timed_blocks(step, device, plan, steps + extra, compiled)
+    blocks, recompiled, states = _timed_blocks(step, device, plan, steps + extra, compiled, before_block)
     return Timing(
         first_step_s=first,
         warmup=warmup,
@@ -129,7 +132,7 @@ def measure(
     )
 
 
-def warm_up(step: Step, device: Device, plan: TimingPlan, first_s: float) -> Warmup:
+def warm_up(step: Step, device: Device, plan: TimingPlan, before_block: Callable[[], Any] = lambda: None) -> Warmup:
     """Run short blocks until the plan's minimum is met and the curve is flat, or the cap is reached.
 
     Steps so slow that the cap holds fewer than four of them are judged on what there is, and never on fewer than four.
@@ -137,6 +140,7 @@ def warm_up(step: Step, device: Device, plan: TimingPlan, first_s: float) -> War
     curve: list[float] = []
     start, steps_done, steps = device.now(), 0, 1
     while True:
+        before_block()
         block = device.block(step, steps)
         curve.append(block.step_s)
         steps_done += steps
@@ -179,7 +183,12 @@ def block_steps(step_s: float, block_s: float, slowdown: float = 0.0) -> tuple[i
 
 
 def _timed_blocks(
-    step: Step, device: Device, plan: TimingPlan, steps: int, compiled: Callable[[], int]
+    step: Step,
+    device: Device,
+    plan: TimingPlan,
+    steps: int,
+    compiled: Callable[[], int],
+    before_block: Callable[[], Any],
 ) -> tuple[tuple[BlockTime, ...], int, tuple[HostState, ...]]:
     """Blocks without a recompilation inside; a block that had one is thrown away, counted and tried again."""
     blocks: list[BlockTime] = []
@@ -187,6 +196,7 @@ def _timed_blocks(
     recompiled = 0
     with quiet_collector():
         while len(blocks) < plan.blocks:
+            before_block()
             count, before = compiled(), read_state()
             block = device.block(step, steps)
             if compiled() != count and recompiled < MOST_RECOMPILED * plan.blocks:

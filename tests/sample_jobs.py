@@ -16,7 +16,7 @@ Phase = Callable[[str], None]
 def add(arguments: dict[str, Any], phase: Phase) -> dict[str, Any]:
     """The sum, with proof of a fresh process."""
     phase("adding")
-    print("a library that prints must not disturb the answer")
+    print("a library that prints must not disturb the answer")  # noqa: T201
     return {"sum": sum(arguments["numbers"]), "pid": os.getpid(), "own_session": os.getsid(0) == os.getpid()}
 
 
