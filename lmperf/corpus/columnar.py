@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lmperf.corpus.decoding import Plain, Unreadable, to_utf8
+from lmperf.corpus.decoding import CHUNK, Plain, Unreadable, to_utf8
 from lmperf.corpus.events import Event, Input, Notes, Problem, Text
 from lmperf.corpus.formats import text_keys
 
@@ -36,28 +37,31 @@ def read_arrow_stream(source: Input, stream: Plain, notes: Notes) -> Iterator[Ev
 def _guarded(source: Input, stream: Plain, notes: Notes, columns: Any) -> Iterator[Event]:
     row = 0
     try:
-        with _seekable(source, stream) as file:
-            for column in columns(file, source.text_key):
+        with _mapped(source, stream) as mapped:
+            for column in columns(pa.BufferReader(pa.py_buffer(mapped)), source.text_key):
                 for value in column.to_pylist():
                     row += 1
                     yield from _value(value, row, source, notes)
+                if isinstance(mapped, mmap.mmap):
+                    mapped.madvise(mmap.MADV_DONTNEED)  # the pages just read would stay resident to the end
     except (pa.ArrowException, Unreadable, OSError, ValueError, NotImplementedError) as error:
         reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         yield Problem(f"after row {row}: {reason}", max(stream.offset, 1), {"offset": 0})
 
 
 @contextmanager
-def _seekable(source: Input, stream: Plain) -> Iterator[Any]:
-    """The content as a file that Arrow can seek in; what is compressed goes through a temporary file."""
+def _mapped(source: Input, stream: Plain) -> Iterator[Any]:
+    """The content as a buffer: what memory has, or the mapped file, or for what is compressed a mapped temporary file."""
     if stream.compression:
         with source.spool() as spool:
-            shutil.copyfileobj(stream, spool, 1 << 20)
-            spool.seek(0)
-            yield pa.PythonFile(spool, mode="r")
-    else:
-        with source.open() as raw:
-            yield pa.PythonFile(raw, mode="r")
-            stream.offset = raw.seek(0, 2)
+            shutil.copyfileobj(stream, spool, CHUNK)
+            spool.flush()
+            yield mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ)
+        return
+    with source.open() as raw:
+        stream.offset = raw.seek(0, 2)
+        # Not closed: Arrow may hold on to the buffer a little longer; it goes when the last array does.
+        yield source.data if source.data is not None else mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _value(value: bytes | None, row: int, source: Input, notes: Notes) -> Iterator[Event]:
@@ -74,7 +78,7 @@ def _value(value: bytes | None, row: int, source: Input, notes: Notes) -> Iterat
 
 
 def _parquet_columns(file: Any, text_key: str | None) -> Iterator[pa.Array]:
-    parquet = pq.ParquetFile(file, pre_buffer=False)
+    parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=CHUNK)
     path, kind = _column(parquet.schema_arrow, text_key)
     rows = _rows_a_batch(parquet.metadata, ".".join(path))
     for batch in parquet.iter_batches(rows, columns=[".".join(path)], use_threads=False):
