@@ -345,8 +345,14 @@ def ablate_spec(config: Config, quality: Mapping[str, QualitySpec]) -> dict[str,
         "interactions": [list(pair) for pair in config.ablation.interactions],
         "smallest_effect": config.measure.smallest_effect,
         "quality": sorted(quality),
+        "config": checked_config(config),
         "code": stage_code("ablation.py", "claims.py", "claims.yaml"),
     }
+
+
+def checked_config(config: Config) -> dict[str, Any]:
+    """The parts of the configuration that the checklist of `lmperf doctor` looks at."""
+    return config.model_dump(mode="json", include={"model", "training", "quality", "ablation", "device", "threads"})
 
 
 def left_out(config: Config) -> list[str]:

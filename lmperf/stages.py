@@ -116,16 +116,17 @@ def compare(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
 
 def ablate(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Quality table, ablation in five dimensions, ladders, and the claims."""
-    import pandas
-
     from lmperf.ablation import ablate, quality_table
     from lmperf.claims import judge
+    from lmperf.doctor import doctor
+    from lmperf.tables import read_results
 
-    results = pandas.read_parquet(reports / "results.parquet")
+    results = read_results(reports / "results.parquet")
     files = [reports / "quality" / f"{name}.json" for name in spec["quality"]]
     quality = quality_table(files, reports / "tables")
     ablate(results, quality, spec, reports / "tables")
     machine = read_json(reports / "tables" / "machine.json")
+    machine["checklist"] = doctor(spec["config"], reports / "tables")["checklist"]
     claims = judge(results, quality, reports / "tables", machine)
     progress(f"{len(quality)} quality rows, {len(claims)} claims")
 

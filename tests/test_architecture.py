@@ -15,15 +15,17 @@ LAYERS = [
     {"catalogue", "tables"},
     {"config", "sources", "corpus.state"},
     {"planning", "steps", "forecast", "workflow", "running"},
-    {"flops", "datasheets", "machine", "provenance", "hoststate", "failures", "corpus"},
+    {"flops", "datasheets", "machine", "provenance", "hoststate", "corpus"},
     {"reference"},
     {"recipe", "caching", "devices"},
     {"model"},
     {"registry", "kernels", "implementations", "scaling", "numerics"},
     {"variants"},
+    {"workloads.base"},
     {"checking"},
     {"workloads"},
-    {"utilisation", "memory", "timing", "launching"},
+    {"utilisation", "memory", "timing"},
+    {"failures", "sampling", "journal", "locking", "forkserver", "launching"},
     {"sessions", "stability", "schedule", "evaluation", "training", "hotspots", "tracing", "profiling"},
     {"statistics"},
     {"readings"},
@@ -32,21 +34,31 @@ LAYERS = [
     {"ablation", "claim_checks", "claims", "diffing"},
     {"qualify", "doctor"},
     {"figures"},
+    {"views", "eventfiles", "bundling"},
     {"reporting"},
     {"stages"},
     {"cli"},
 ]
-NO_TORCH = ["lmperf", "lmperf.workflow", "lmperf.planning", "lmperf.cli", "lmperf.steps", "lmperf.comparing", "lmperf.ablation", "lmperf.claims"]
+NO_TORCH = [
+    "lmperf",
+    "lmperf.workflow",
+    "lmperf.planning",
+    "lmperf.cli",
+    "lmperf.steps",
+    "lmperf.comparing",
+    "lmperf.ablation",
+    "lmperf.claims",
+]
 
 
 def layer(module: str) -> int | None:
-    for number, names in enumerate(LAYERS):
-        if any(module == name or module.startswith(name + ".") for name in names):
-            best = number
-            exact = [n for n, group in enumerate(LAYERS) if module in group]
-            return exact[0] if exact else best
-    prefix = module.split(".")[0].split("_")[0]
-    return next((n for n, names in enumerate(LAYERS) if prefix in names), None)
+    """The layer of a module: its own entry, else that of the nearest package above it."""
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        for number, names in enumerate(LAYERS):
+            if ".".join(parts[:end]) in names:
+                return number
+    return None
 
 
 def top_level_imports(path: Path):
