@@ -460,6 +460,36 @@ def test_any_bytes_are_read_or_set_aside(tmp_path: Path, start: bytes, rest: byt
         assert problems + len(documents) + notes.empty
 
 
+def valid_files() -> list[bytes]:
+    """One small valid file of each format, plain and packed."""
+    rows = ["one", CHINESE, None]
+    content = pa.table({"id": [1, 2, 3], "text": rows})
+    files = [parquet(content), *(arrow(content, kind) for kind in ("file", "stream", "feather"))]
+    files += [jsonl(*({"text": row} for row in rows)), json.dumps([{"text": row} for row in rows]).encode()]
+    files += [table(["id", "text"], [["1", 'a "quote"']]).encode(), CHINESE.encode("utf-16"), b"<html><p>a<b>c&amp;"]
+    return files + [pack(data) for data in files[:2] + files[4:6] for pack in PACKERS.values()]
+
+
+VALID = valid_files()
+
+
+@FUZZ
+@given(
+    content=st.sampled_from(VALID),
+    edits=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4), st.integers(0, 4)), min_size=1, max_size=4),
+    encoding=st.sampled_from([None, "gb18030", "utf-16", "cp1252"]),
+)
+def test_a_damaged_file_of_any_format_crashes_nothing(
+    tmp_path: Path, content: bytes, edits: list[tuple[float, bytes, int]], encoding: str | None
+) -> None:
+    for place, inserted, deleted in edits:
+        at = int(place * len(content))
+        content = content[:at] + inserted + content[at + deleted :]
+    documents, _ = read_all(tmp_path, "x", content, encoding=encoding)
+    for document in documents:
+        document.decode()
+
+
 @FUZZ
 @given(
     texts_=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), min_size=1, max_size=6),

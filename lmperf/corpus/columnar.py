@@ -17,6 +17,7 @@ from lmperf.corpus.formats import text_keys
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 4096
+_BARE = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 def read_parquet(source: Input, stream: Plain, notes: Notes) -> Iterator[Event]:
@@ -51,7 +52,7 @@ def _guarded(source: Input, stream: Plain, notes: Notes, columns: Any) -> Iterat
 
 @contextmanager
 def _mapped(source: Input, stream: Plain) -> Iterator[Any]:
-    """The content as a buffer: what memory has, or the mapped file, or for what is compressed a mapped temporary file."""
+    """The content as a buffer: what memory has, or the mapped file, or (compressed) a mapped temporary file."""
     if stream.compression:
         with source.spool() as spool:
             shutil.copyfileobj(stream, spool, CHUNK)
@@ -124,8 +125,13 @@ def _dig(column: pa.Array, path: list[str]) -> pa.Array:
 
 
 def _as_binary(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    # The offsets are checked, since a damaged file's may point anywhere; each text is decoded by itself.
     if pa.types.is_dictionary(column.type):
+        column.validate(full=True)
         column = column.cast(kind)
+    bare = _BARE.get(column.type)
+    column = column.view(bare) if bare else column
+    column.validate(full=True)
     return column.cast(pa.large_binary())
 
 
