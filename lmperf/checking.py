@@ -125,7 +125,13 @@ def _loss_and_gradients(step: model.TrainingStep, x: Tensor, y: Tensor) -> tuple
     loss = step.forward_backward(x, y)
     scale = 1.0 / step.scaler.get_scale() if step.scaler else 1.0
     named = step.model.named_parameters()
-    return loss, {plain_name(n): p.grad.detach().float() * scale for n, p in named if p.grad is not None}
+    return loss, {plain_name(n): _whole(p.grad).float() * scale for n, p in named if p.grad is not None}
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """The whole gradient of a sharded parameter (a DTensor), any other one as it is."""
+    gradient = gradient.detach()
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
 def plain_name(name: str) -> str:
