@@ -70,7 +70,7 @@ def _value(value: bytes | None, row: int, source: Input, notes: Notes) -> Iterat
         notes.empty += 1
         return
     try:
-        utf8, encoding = to_utf8(value, source.encoding, nuls=True)
+        utf8, encoding = to_utf8(value, source.encoding, bounded=True)
     except Unreadable as error:
         yield Problem(str(error), len(value), {"line": row})
         return

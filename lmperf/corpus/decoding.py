@@ -79,12 +79,12 @@ def candidates(head: bytes, declared: str | None) -> list[str]:
     return names
 
 
-def to_utf8(data: bytes, declared: str | None, *, nuls: bool = False) -> tuple[bytes, str]:
+def to_utf8(data: bytes, declared: str | None, *, bounded: bool = False) -> tuple[bytes, str]:
     """`data` as UTF-8 without a mark, and the encoding it was in; `Unreadable` when no allowed encoding fits.
 
-    Many NULs speak against UTF-8 unless `nuls` says that the format knows where a text begins and ends.
+    `bounded`: the format around it says where this text begins and ends, so that a mark or NULs in UTF-8 belong to it.
     """
-    if data.isascii() and (nuls or not _is_binary(data)):
+    if is_utf8(data) if bounded else data.isascii() and not _is_binary(data):
         return data, "utf-8"
     reason = ""
     for encoding in candidates(data, declared):
@@ -94,7 +94,7 @@ def to_utf8(data: bytes, declared: str | None, *, nuls: bool = False) -> tuple[b
         except UnicodeError as error:
             reason = reason or f"not valid {encoding} at byte {getattr(error, 'start', 0)}"
             continue
-        if encoding == "utf-8" and not nuls and _is_binary(data):
+        if encoding == "utf-8" and _is_binary(data):
             reason = "NUL bytes: no text, or UTF-16 without a mark"
             continue
         return utf8, encoding

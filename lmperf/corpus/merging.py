@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -177,7 +178,7 @@ class _SourceMerge:
         """Put one line into the quarantine file."""
         self.tally.quarantined += 1
         self.tally.quarantined_bytes += problem.size
-        self.tally.reasons[problem.reason.split(";")[0][:60]] += 1
+        self.tally.reasons[re.sub(r"\d+", "…", problem.reason.split(";")[0])[:60]] += 1
         line = {"source": self._source["name"], "file": display(name), **(problem.where or {"offset": 0})}
         line |= {"reason": display(problem.reason.encode("utf-8", "replace")), "bytes": problem.size}
         self._merger.quarantine.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from lmperf.corpus.columnar import read_arrow, read_arrow_stream, read_parquet
-from lmperf.corpus.decoding import Plain, Unreadable
+from lmperf.corpus.decoding import Plain, Unreadable, mark_of
 from lmperf.corpus.events import HEAD, Event, Input, Notes, Problem
 from lmperf.corpus.formats import recognise
 from lmperf.corpus.records import read_json_array, read_json_object, read_jsonl
@@ -33,6 +33,8 @@ def read_documents(source: Input, notes: Notes) -> Iterator[Event]:
         head = stream.peek(HEAD)
         kind = recognise(head, source.name, source.text_key, source.encoding)
         notes.formats[f"{kind}.{stream.compression}" if stream.compression else kind] += 1
+        if mark_of(head):
+            notes.cleaning["byte_order_mark"] += 1
         if kind.startswith("binary:"):
             yield Problem(f"{kind[7:]}: no text", _drain(stream), {"offset": 0})
         else:

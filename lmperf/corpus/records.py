@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -65,6 +66,8 @@ def _json_line(source: Input, line: bytes, where: dict[str, int], notes: Notes) 
         yield Problem(str(error), len(line), where)
         return
     notes.encodings[encoding] += 1
+    if line.startswith(codecs.BOM_UTF8):  # files with marks, put together with `cat`
+        notes.cleaning["byte_order_mark"] += 1
     yield from record_events(value, source.text_key, len(line), where, notes)
 
 

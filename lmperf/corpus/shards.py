@@ -47,7 +47,10 @@ def ingest(
     try:
         out.mkdir(parents=True, exist_ok=True)
         _clear_temporary(out)
-        walks = [walk(path, exclude=(out, raw) if source["kind"] == "files" else ()) for source, path in chosen]
+        walks = [
+            walk(path, exclude=(out, raw, out.parent / "tokens") if source["kind"] == "files" else ())
+            for source, path in chosen
+        ]
         merged = _merge([source for source, _ in chosen], walks, out, shard_bytes, progress)
         _check(merged, out, max_quarantine)
         manifest = _manifest([source for source, _ in chosen], walks, merged)

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,10 @@ def tree_sha256(folder: Path) -> str:
     return total.hexdigest()
 
 
-def listing_sha256(path: Path) -> str:
+def listing_sha256(path: Path, *, exclude: Iterable[Path] = ()) -> str:
     """SHA-256 over the sorted names, sizes and modification times below `path`: changes when a user's folder does."""
     total = hashlib.sha256()
-    for entry in walk(path).files:
+    for entry in walk(path, exclude=exclude).files:
         total.update(b"%s\0%d\0%d\n" % (entry.name, entry.size, entry.mtime_ns))
     return total.hexdigest()
 
@@ -190,7 +190,7 @@ def _fetch(
     source: Mapping[str, Any], raw: Path, previous: Mapping[str, Any], archives: Mapping[str, Path | str]
 ) -> dict[str, Any]:
     if source["kind"] == "files":
-        return _files_record(source)
+        return _files_record(source, raw)
     if source["kind"] == "stdlib":
         return _stdlib_record(source["name"], str(source.get("domain", "code")), raw)
     if _is_fetched(source, raw, previous):
@@ -240,14 +240,15 @@ def _replace_folder(target: Path, fill: Any) -> None:
         os.replace(fresh, target)
 
 
-def _files_record(source: Mapping[str, Any]) -> dict[str, Any]:
+def _files_record(source: Mapping[str, Any], raw: Path) -> dict[str, Any]:
+    own = (raw, raw.parent / "shards", raw.parent / "tokens")  # a source may be a folder that holds this project's data
     return _identity(source, "english") | {
         "licence": "the user's own",
         "notice": "",
         "path": str(source["path"]),
         "reproducible": True,
         "tree_sha256": None,  # nothing is copied or read here; `ingest` hashes every document
-        "listing_sha256": listing_sha256(Path(source["path"])),
+        "listing_sha256": listing_sha256(Path(source["path"]), exclude=own),
         "status": "ok",
         "reason": None,
     }

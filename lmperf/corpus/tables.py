@@ -50,7 +50,7 @@ def _cell(cell: str, source: Input, where: dict[str, int], size: int, notes: Not
         notes.empty += 1
         return
     try:
-        utf8, encoding = to_utf8(cell.encode("utf-8", "surrogateescape"), source.encoding, nuls=True)
+        utf8, encoding = to_utf8(cell.encode("utf-8", "surrogateescape"), source.encoding, bounded=True)
     except Unreadable as error:
         yield Problem(str(error), size, where)
         return
