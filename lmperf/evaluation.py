@@ -83,11 +83,15 @@ def token_losses(model: nn.Module, recipe: Recipe, x: Tensor, y: Tensor, device:
 
 
 def evaluate(model: nn.Module, recipe: Recipe, windows: Windows, device: str) -> Tensor:
-    """Losses of all targets of `windows`, float64 (rows, length); the model's training mode is put back."""
+    """Losses of all targets of `windows`, float64 (rows, length); the model's training mode is put back.
+
+    Compiled parts run eagerly: the same function, without a graph for each shape that only evaluation sees.
+    """
     mode = model.training
     model.eval()
     try:
-        return torch.cat([token_losses(model, recipe, x, y, device).cpu() for x, y in windows.pairs(device)])
+        with torch.compiler.set_stance("force_eager"):
+            return torch.cat([token_losses(model, recipe, x, y, device).cpu() for x, y in windows.pairs(device)])
     finally:
         model.train(mode)
 

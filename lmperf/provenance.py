@@ -47,7 +47,33 @@ def provenance(spec: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "code": getattr(spec, "code", None),
         "data_sha256": data_hash(getattr(spec, "data", None)),
+        "cluster": cluster_job(),
     }
+
+
+def cluster_job() -> dict[str, Any] | None:
+    """Scheduler, job number, count of nodes and a label for the node; None outside a cluster's job.
+
+    The label tells nodes apart without naming them: a hash of the node's name with the machine's own secret number.
+    """
+    job, node = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
+    if not job or not node:
+        return None
+    return {
+        "scheduler": "slurm",
+        "job": job,
+        "partition": os.environ.get("SLURM_JOB_PARTITION"),
+        "nodes": int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
+        "node": hashlib.sha256(f"{machine_number()} {node}".encode()).hexdigest()[:8],
+    }
+
+
+def machine_number() -> str:
+    """The system's own random number of this installation, never published; empty where there is none."""
+    try:
+        return Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def scrub(text: str) -> str:
@@ -137,8 +163,16 @@ def torch_build() -> dict[str, Any]:
     return {
         "version": torch.__version__, "git": torch.version.git_version, "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(), "libraries": kept,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": matmul_precision(),
     }  # fmt: skip
+
+
+def matmul_precision() -> str | None:
+    """The process's float32 matmul precision; None when PyTorch will not tell it (set through two interfaces)."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
 
 
 def environment() -> dict[str, str]:
