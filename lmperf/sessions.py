@@ -17,7 +17,7 @@ from lmperf.journal import Journal
 from lmperf.launching import ForkServer, Outcome, default_memory_limit, must_spawn, process_environment
 from lmperf.locking import host_lock
 from lmperf.machine import fingerprint, machine
-from lmperf.provenance import provenance, scrub
+from lmperf.provenance import cluster_job, provenance, scrub
 from lmperf.records import ArmSpec, Cell, InputError, Sample, SessionSpec, canonical_json, digest, to_json
 
 CONTROL = "baseline_prime"
@@ -41,11 +41,12 @@ def run_session(spec: SessionSpec, out: Path, *, work: Path, progress: Say | Non
         if not journal.memory:
             shutil.rmtree(scratch, ignore_errors=True)  # compile caches of another spec
         runner = stack.enter_context(Runner(spec, scratch))
-        _weigh_arms(spec, journal, runner, say)
+        if spec.options.get("memory", True):
+            _weigh_arms(spec, journal, runner, say)
         for number in range(journal.rounds + 1, spec.rounds + 1):
             started = time.monotonic()
             samples = run_round(spec, number, journal, runner)
-            journal.add_round(samples)
+            journal.add_round(samples, cluster_job())
             bad = sum(sample["status"] != "ok" for sample in samples)
             note = f", {bad} not ok" if bad else ""
             say(f"round {number} of {spec.rounds}: {len(samples)} samples in {time.monotonic() - started:.1f} s{note}")
@@ -81,9 +82,16 @@ def make_header(spec: SessionSpec) -> dict[str, Any]:
         "kind": "header",
         "spec": to_json(spec),
         "provenance": {**provenance(spec), "machine": facts},
+        "node": node_label(),
         "environment": _published(process_environment(spec.threads, spec.environment)),
         "fingerprint": fingerprint(facts),
     }
+
+
+def node_label() -> str | None:
+    """Which node of a cluster this is, by a label that names no host; None outside a cluster."""
+    job = cluster_job()
+    return job["node"] if job else None
 
 
 def _published(environment: Mapping[str, str]) -> dict[str, str]:
