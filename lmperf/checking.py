@@ -153,7 +153,8 @@ def compare(got: Mapping[str, Tensor], true: Mapping[str, Tensor], rtol: float, 
     """Whether each tensor that both sides have agrees: max|a − b| ≤ atol + rtol · max|b|.
 
     The bound is on the tensor's largest entry, since a sum in another order moves small entries by more than their
-    size. Rows that only one side has (padding) are left out. `max_error` is the largest max|a − b| / max|b|.
+    size. Rows that only one side has (padding) are left out. `max_error` is the largest of max|a − b| / (max|b| +
+    atol / rtol): the comparison passes just when that is at most rtol.
     """
     worst, where, failed = 0.0, "", ""
     shared = [name for name in true if name in got]
@@ -164,8 +165,10 @@ def compare(got: Mapping[str, Tensor], true: Mapping[str, Tensor], rtol: float, 
             return CheckOutcome(False, f"{name} is not finite", None)
         if error > atol + rtol * scale and not failed:
             failed = f"{name} differs from the reference by {error:.3g} where {atol + rtol * scale:.3g} is allowed"
-        if scale > 0 and error / scale > worst:
-            worst, where = error / scale, name
+        # A gradient that is zero but for rounding (a key's bias) has no relative error worth telling.
+        relative = error / (scale + atol / rtol) if rtol > 0 else error
+        if relative > worst:
+            worst, where = relative, name
     if failed:
         return CheckOutcome(False, failed, worst)
     if not shared:
