@@ -9,7 +9,8 @@ configfile: f"{workflow.basedir}/config.yaml"
 lab.prepare_path()
 PLAN = lab.plan_or_exit(config)
 DATA, REPORTS = PLAN.data, PLAN.reports
-JOB, TIMED = lab.cluster_resources(PLAN.config.cluster)
+JOB, TIMED = lab.cluster_resources(PLAN.config)
+TIMED_THREADS = lab.timed_threads(workflow, PLAN.config)
 arguments = lab.arguments_of(PLAN)
 
 

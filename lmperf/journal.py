@@ -92,10 +92,11 @@ class Journal:
         self._append([line])
         self._take(line)
 
-    def add_round(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the samples of the next round and close it, in one write."""
+    def add_round(self, samples: Sequence[Mapping[str, Any]], cluster: Mapping[str, Any] | None = None) -> None:
+        """Append the samples of the next round and close it, in one write; on a cluster it says in which job."""
         lines = [{"kind": "sample", **sample} for sample in samples]
-        lines.append({"kind": "round", "round": self.rounds + 1})
+        place = {"cluster": cluster} if cluster else {}
+        lines.append({"kind": "round", "round": self.rounds + 1, **place})
         self._append(lines)
         for line in lines:
             self._take(line)
@@ -130,7 +131,7 @@ def _parsed(raw: bytes, number: int) -> dict[str, Any]:
 
 
 def _same(old: Line, new: Line) -> bool:
-    keys = ("spec", "fingerprint", "environment")
+    keys = ("spec", "fingerprint", "environment", "node")  # a session begun on one node is not ended on another
     return all(canonical_json(old.get(key)) == canonical_json(new.get(key)) for key in keys)
 
 

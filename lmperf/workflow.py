@@ -8,12 +8,20 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lmperf.config import Cluster, parse
-from lmperf.planning import Plan, make_plan
+from lmperf.config import Config, parse
+from lmperf.planning import Plan, device, make_plan, threads
 from lmperf.records import InputError, canonical_json, to_json
 from lmperf.steps import PROFILE_OUTPUTS, TABLES
 
-__all__ = ["PROFILE_OUTPUTS", "TABLES", "arguments_of", "cluster_resources", "plan_or_exit", "prepare_path"]
+__all__ = [
+    "PROFILE_OUTPUTS",
+    "TABLES",
+    "arguments_of",
+    "cluster_resources",
+    "plan_or_exit",
+    "prepare_path",
+    "timed_threads",
+]
 
 
 def prepare_path() -> None:
@@ -26,15 +34,37 @@ def prepare_path() -> None:
 def plan_or_exit(config: Mapping[str, Any]) -> Plan:
     """The plan of a workflow's configuration; bad input is one line on stderr and exit code 2, before any job."""
     try:
-        return make_plan(parse(config, where="config"))
+        return make_plan(settled(parse(config, where="config")))
     except InputError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
         os._exit(2)  # Snakemake turns every exception into a traceback and exit code 1
 
 
-def cluster_resources(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What an ordinary job and a timed one ask a cluster for; without a cluster these are only notes."""
+def settled(config: Config) -> Config:
+    """`config` with `auto` replaced by what it means here, also for the jobs that this workflow starts.
+
+    Snakemake reads the workflow again in every job, on a cluster on another machine, where `auto` would mean something
+    else; the environment, which jobs inherit, carries the first answer.
+    """
+    count = os.environ.setdefault("LMPERF_THREADS", str(threads(config))) if config.threads == "auto" else None
+    kind = os.environ.setdefault("LMPERF_DEVICE", device(config)) if config.device == "auto" else None
+    changes = {"threads": int(count) if count else None, "device": kind}
+    return config.model_copy(update={key: value for key, value in changes.items() if value})
+
+
+def timed_threads(workflow: Any, config: Config) -> int:
+    """Cores that a timed rule claims: all of `--cores`, so that nothing runs beside it; its own on a cluster."""
+    cores = workflow.resource_settings.cores  # None where a scheduler hands out cores
+    return threads(config) if cores is None else cores
+
+
+def cluster_resources(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an ordinary job and a timed one ask a cluster for; without a cluster these are only notes.
+
+    `cpus_per_task` goes before a rule's threads: a timed job gets the cores that it computes with.
+    """
+    cluster = config.cluster
     common: dict[str, Any] = {"mem_mb": cluster.mem_mb}
     if cluster.partition:
         common["slurm_partition"] = cluster.partition
@@ -42,7 +72,7 @@ def cluster_resources(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]
         common["constraint"] = cluster.constraint
     if cluster.gpus:
         common["gpu"] = cluster.gpus
-    timed = {**common, "runtime": cluster.timed_runtime_min}
+    timed = {**common, "runtime": cluster.timed_runtime_min, "cpus_per_task": threads(config), "nodes": 1}
     if cluster.nodes_exclusive:
         timed["slurm_extra"] = "--exclusive"
     return {**common, "runtime": cluster.runtime_min}, timed

@@ -11,7 +11,7 @@ rule profile:
     retries: 0
     conda:
         "../envs/lmperf.yaml"
-    threads: workflow.cores
+    threads: TIMED_THREADS
     resources:
         **TIMED,
     params:
@@ -30,7 +30,7 @@ rule measure:
     retries: 0
     conda:
         "../envs/lmperf.yaml"
-    threads: workflow.cores
+    threads: TIMED_THREADS
     resources:
         **TIMED,
     params:
