@@ -85,7 +85,8 @@ def _entry(function: ast.FunctionDef, call: ast.Call, path: Path) -> Entry:
     quality = words.get("quality_run")
     return Entry(
         axis=axis, name=function.name, summary=summary, source=f"{path}:{function.lineno}", fidelity=fidelity,
-        requires=tuple(words.get("requires", ())), baseline=bool(words.get("baseline")), control=bool(words.get("control")),
+        requires=tuple(words.get("requires", ())), baseline=bool(words.get("baseline")),
+        control=bool(words.get("control")),
         quality_run=fidelity == "quality" if quality is None else bool(quality),
     )  # fmt: skip
 

@@ -13,11 +13,15 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from lmperf import __version__
 from lmperf.records import CheckFailed, InputError, canonical_json
+
+try:  # newer releases of typer carry click inside
+    from typer._click import exceptions as usage
+except ImportError:
+    from click import exceptions as usage
 
 app = typer.Typer(
     name="lmperf",
@@ -46,14 +50,11 @@ def main() -> None:
         code = app(standalone_mode=False)
     except InputError as error:
         sys.exit(_fail(error, 2))
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
-        sys.exit(2)
-    except click.ClickException as error:
+    except usage.ClickException as error:
         sys.exit(_fail(error.format_message(), 2))
     except CheckFailed as error:
         sys.exit(_fail(error, 1))
-    except click.exceptions.Abort:
+    except usage.Abort:
         sys.exit(130)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -320,6 +321,29 @@ def diff(
     print(json.dumps(rows, indent=1) if as_json else "\n".join(diff_lines(rows)))
     if worse:
         raise CheckFailed("diff: something got worse")
+
+
+@app.command()
+def bundle(
+    out: Annotated[str, typer.Argument(metavar="OUT.tar", help="The file to write.")],
+    reports: Reports = None,
+) -> None:
+    """Pack this machine's results to carry them to another.  Example: lmperf bundle laptop.tar"""
+    from lmperf.bundling import bundle
+
+    tell(f"{out}: {bundle(Path(reports or 'reports'), Path(out))} files")
+
+
+@app.command()
+def merge(
+    bundles: Annotated[list[str], typer.Argument(metavar="A.tar B.tar ...", help="Bundles of several machines.")],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder of the merged page.")] = "merged",
+) -> None:
+    """Show several machines' results side by side.  Example: lmperf merge laptop.tar server.tar --out merged"""
+    from lmperf.bundling import merge
+
+    machines = merge([Path(name) for name in bundles], Path(out))
+    tell(f"{len(machines)} machines; see {out}/index.html")
 
 
 @app.command()

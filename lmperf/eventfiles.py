@@ -36,12 +36,15 @@ def _write_run(run: Mapping[str, Any], folder: Path) -> None:
 
 
 def _final_tags(run: Mapping[str, Any]) -> dict[str, Any]:
-    tags = {
-        f"domains/{name}_bits_per_byte": value["bits_per_byte"] for name, value in (run.get("domains") or {}).items()
-    }
+    domains = (run.get("domains") or {}).items()
+    tags = {f"domains/{name}_bits_per_byte": _bits(value) for name, value in domains}
     stability = run.get("stability") or {}
     tags |= {f"stability/{name}": stability.get(name) for name in ("nonfinite_steps", "loss_spikes", "grad_norm_p99")}
     return tags
+
+
+def _bits(value: Any) -> float | None:
+    return value.get("bits_per_byte") if isinstance(value, Mapping) else value
 
 
 def _event(tags: Mapping[str, Any], step: int, wall_s: float) -> Event:

@@ -202,7 +202,7 @@ class QualitySpec:
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured quantity of one process sample: `value` (median of blocks), the raw `blocks`, None = not measured."""
+    """One measured quantity of a process sample: `value` (median of blocks), the raw `blocks`; None = not measured."""
 
     unit: str
     value: float | None
@@ -291,7 +291,8 @@ def read_lines(path: Path | str) -> list[dict[str, Any]]:
 
 RESULT_COLUMNS = (
     "axis", "variant", "workload", "shape", "metric", "unit", "value", "baseline_value", "ratio", "ci_low", "ci_high",
-    "rounds", "noise_floor", "mde", "verdict", "status", "reason", "device", "dtype", "session", "fingerprint", "config_hash",
+    "rounds", "noise_floor", "mde", "verdict", "status", "reason", "device", "dtype", "session", "fingerprint",
+    "config_hash",
 )  # fmt: skip
 
 Samples = Sequence[Sample]

@@ -1,4 +1,4 @@
-"""The naive, readable implementation of every slot of a recipe: the numerical truth that all variants are checked against."""
+"""The naive, readable implementation of every slot: the numerical truth that all variants are checked against."""
 
 from __future__ import annotations
 

@@ -91,6 +91,13 @@ def cells(results: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
+def cells_as_rows(reports: Path) -> list[dict[str, Any]]:
+    """The comparison lines of a reports folder, one per session, shape and variant."""
+    tables = reports / "tables"
+    quality, entries = read_csv(tables / "quality.csv"), catalogue()
+    return [arm_row(group, quality, entries) for group in cells(read_csv(tables / "results.csv"))]
+
+
 def arm_row(group: Sequence[Row], quality: Sequence[Row], entries: Mapping[str, Entry]) -> dict[str, Any]:
     """One line of a comparison table: the primary metric with its interval, and the other metrics' ratios."""
     by_metric = {row["metric"]: row for row in group}
@@ -114,7 +121,7 @@ def arm_row(group: Sequence[Row], quality: Sequence[Row], entries: Mapping[str, 
 
 
 def quality_word(key: str, quality: Sequence[Row], entries: Mapping[str, Entry]) -> str:
-    """What is known of a variant's quality: a verdict of paired runs, or that it was checked to be the same function."""
+    """What is known of a variant's quality: the verdict of paired runs, or that it is the same function (checked)."""
     for row in quality:
         if (
             row["recipe"] == key
@@ -160,7 +167,8 @@ def forest_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
             label = f"{row['axis']}/{row['variant']}" if axes else row["variant"]
             label += f"  {row['shape']}" if several and not axes else ""
             made.append({"label": label.replace("axis/", ""), "speedup": row["speedup"], "low": row["speedup_low"],
-                         "high": row["speedup_high"], "verdict": row["verdict"], "floor": finite(row["noise_floor"])})  # fmt: skip
+                         "high": row["speedup_high"], "verdict": row["verdict"],
+                         "floor": finite(row["noise_floor"])})  # fmt: skip
     return made
 
 
@@ -311,5 +319,5 @@ def show_quantity(value: Any, unit: str | None) -> str:
                 return f"{number * scale:.3g} {name}"
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= scale and unit:
-            return f"{number / scale:.3g} {prefix}{'' if unit == 'tokens/s' else ''}{unit}"
+            return f"{number / scale:.3g} {prefix}{unit}"
     return f"{number:.3g} {unit or ''}".strip()

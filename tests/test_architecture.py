@@ -1,4 +1,4 @@
-"""The design held in place: one direction of imports, no torch where planning happens, no code that must not be there."""
+"""The design held in place: imports go one way, planning loads no torch, nothing dangerous is called."""
 
 import ast
 import subprocess

@@ -17,7 +17,8 @@ def plan(*overrides):
 
 def changed(before, after):
     """Names of the stages, sessions and runs whose specs differ."""
-    stages = [s for s in ("fetch", "ingest", "tokenize", "profile", "ablate", "report") if getattr(before, s) != getattr(after, s)]
+    names = ("fetch", "ingest", "tokenize", "profile", "ablate", "report")
+    stages = [name for name in names if getattr(before, name) != getattr(after, name)]
     sessions = [n for n in after.sessions if before.sessions.get(n) != after.sessions[n]]
     runs = [n for n in after.quality if before.quality.get(n) != after.quality[n]]
     return set(stages), set(sessions), set(runs)

@@ -1,0 +1,125 @@
+"""The report from made-up tables: what a user wrote is escaped, failures are shown, figures and event files exist."""
+
+import html.parser
+import json
+
+import pytest
+from session_files import quality_run, session_spec, timed, write_session
+
+from lmperf import figures, views
+from lmperf.records import Sample, write_json
+from lmperf.reporting import write_report
+from lmperf.stages import ablate, compare
+
+EVIL = "<script>alert(1)</script>"
+MACHINE = {
+    "device": EVIL,
+    "fingerprint": "machine-1",
+    "machine": {
+        "cpu": {"model": "x", "cores": 2, "instruction_sets": ["avx2"], "bf16": False},
+        "gpu": None, "memory_bytes": 2**33, "os": "Linux", "python": "3.11", "torch": "2.13", "gpus": [], "cuda": None,
+    },
+    "peaks": {},
+}  # fmt: skip
+PROFILE = {
+    "step_s": 0.01, "tokens_per_s": 1e4, "memory": {"peak_memory_bytes": 2**20}, "overhead_factor": 1.1,
+    "warmup": {"curve_s": [0.03, 0.02, 0.01]}, "trace": {"file": "t.gz", "bytes": 1}, "status": "ok",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A whole reports folder made from made-up sessions and quality runs."""
+    top = tmp_path_factory.mktemp("a b 文")
+    data, reports = top / "data", top / "reports"
+    write_json(data / "raw" / "manifest.json", {"sources": [{"name": "mine", "domain": "english", "licence": EVIL,
+               "status": "ok", "reason": None, "reproducible": True}]})  # fmt: skip
+    write_json(data / "shards" / "manifest.json", {"sources": [{"name": "mine", "documents": 3, "bytes": 10,
+               "quarantined_bytes": 0, "duplicates": 0}], "totals": {"documents": 3, "bytes": 10}, "shards": [{}],
+               "reproducible": True})  # fmt: skip
+    write_json(data / "tokens" / "manifest.json", {"vocab_size": 300, "dtype": "uint16", "engine": "tokenizers",
+               "splits": {"train": {"tokens": 5, "bytes": 10}}})  # fmt: skip
+    write_json(reports / "tables" / "machine.json", MACHINE)
+    write_json(reports / "profile" / "profile.json", PROFILE)
+    spec = session_spec(["sdpa_flash", "window", "chunked"])
+    samples = [s for s in timed(spec, {"sdpa_flash": 0.5, "window": 1.5}) if s.arm != "chunked"]
+    samples.append(Sample("chunked", "T=128", 1, status="oom_host", reason=EVIL, phase="build"))
+    write_session(
+        reports / "sessions" / "attention.training_step.jsonl", spec, samples, {"baseline": 100.0, "window": 50.0}
+    )
+    for seed in range(3):
+        for recipe, final in (("baseline", 2.0), ("attention/window", 2.1)):
+            run = quality_run(recipe, seed, final)
+            write_json(reports / "quality" / f"{run['spec']['run'].replace('/', '-')}.json", run)
+    config = {"plugins": [], "ablation": {"stack": []}, "model": {}, "training": {}, "quality": {}}
+    common = {"sessions": ["attention.training_step"], "smallest_effect": 0.02, "config_hash": "c", "config": config}
+    names = sorted(path.stem for path in (reports / "quality").glob("*.json"))
+    compare(common, data, reports, str)
+    ablate({**common, "quality": names, "stack": [], "interactions": []}, data, reports, str)
+    write_report({**common, "title": EVIL, "left_out": ["norm/rmsnorm"]}, data, reports)
+    return reports
+
+
+class Outside(html.parser.HTMLParser):
+    """Collects what a page would load or run."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.scripts = [], 0
+
+    def handle_starttag(self, tag, attributes):
+        self.scripts += tag == "script"
+        self.found += [
+            value for name, value in attributes if name in ("src", "href") and not value.startswith(("data:", "#"))
+        ]
+
+
+def test_the_page_is_self_contained_and_escaped(report):
+    text = (report / "index.html").read_text(encoding="utf-8")
+    parser = Outside()
+    parser.feed(text)
+    assert (parser.found, parser.scripts) == ([], 0)
+    assert EVIL not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_numbers_stand_with_interval_n_and_verdict(report):
+    rows = {row["variant"]: row for row in views.cells_as_rows(report)}
+    assert rows["sdpa_flash"]["speedup"] == pytest.approx(2.0, rel=0.02)
+    assert rows["sdpa_flash"]["speedup_low"] < 2 < rows["sdpa_flash"]["speedup_high"] * 1.02
+    assert (rows["sdpa_flash"]["verdict"], rows["window"]["verdict"]) == ("faster", "slower")
+    text = (report / "index.html").read_text(encoding="utf-8")
+    assert "oom_host" in text
+    assert "norm/rmsnorm" in text
+
+
+def test_figures_and_event_files_exist(report):
+    names = {path.stem for path in (report / "figures").glob("*.svg")}
+    assert {"overview", "warmup", "quality", "axis-attention-training-step"} <= names
+    assert len(list((report / "tensorboard").rglob("events.out.*"))) == 6
+
+
+def test_event_files_hold_the_curves(report):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(report / "tensorboard" / "baseline.s0")).Reload()
+    run = json.loads((report / "quality" / "baseline.s0.json").read_text())
+    scalars = events.Scalars("validation/bits_per_byte")
+    assert [s.value for s in scalars] == pytest.approx([p["bits_per_byte"] for p in run["curve"]], rel=1e-5)
+
+
+def test_equal_data_gives_equal_figures(tmp_path):
+    rows = [{"label": "a", "speedup": 1.5, "low": 1.4, "high": 1.6, "verdict": "faster", "floor": 0.01}]
+    first, second = (
+        figures.save(figures.forest(rows, "t"), tmp_path / name).read_bytes() for name in ("1.svg", "2.svg")
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(0.0123, "s", "12.3 ms"), (2.5, "s", "2.5 s"), (None, "s", "–"), (3 * 2**20, "bytes", "3.0 MiB"),
+     (float("nan"), "s", "–"), (12_345.0, "tokens/s", "12.3 ktokens/s"), (2e12, "FLOP/s", "2 TFLOP/s"), ("", "s", "–")],
+)  # fmt: skip
+def test_quantities_read_well(value, unit, text):
+    assert views.show_quantity(value, unit) == text
