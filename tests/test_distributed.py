@@ -307,7 +307,7 @@ def test_a_process_with_threads_starts_fresh_ranks(tmp_path: Path) -> None:
     assert not running(int(process.pid or 0))
     stop.set()
     for child in psutil.Process().children():  # multiprocessing's resource tracker
-        child.terminate()
+        child.kill()
         child.wait()
 
 
