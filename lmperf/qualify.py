@@ -23,7 +23,7 @@ from lmperf.statistics import SPEED_WORDS, binomial_interval
 
 SCHEMA = 1
 LEVELS = (0.02, 0.05, 0.20)  # injected slow-downs: this share of the timed steps is done again
-AA_ARMS = 4  # identical arms of a session besides the control
+AA_ARMS = 5  # identical arms of a session besides the baseline and its control
 COPIES = 2  # arms of each level in a session
 CELL = Cell("operator", {"length": 128, "head_dim": 32, "batch": 1})
 SHAPE = ModelShape(context_length=128, layers=1, heads=4, kv_heads=4, d_model=128, d_ff=256)
@@ -49,15 +49,16 @@ def qualify(
 ) -> dict[str, Any]:
     """Run A/A sessions with injected slow-downs; write qualify.json and qualify.csv to `out_tables`; return the former.
 
-    Every session is measured and judged as any other one is: a baseline, its control, four identical arms (each one
-    comparison, as is the control) and two arms of each level.  The comparisons of one session share its baseline, so
-    that they are not quite independent; sessions are.  `hog` keeps one core busy meanwhile.  `changes` go into the
-    sessions' specs (block_s, blocks, workload …).  Rows of other `rounds` and `hog` settings are kept in the tables.
+    Every session is measured and judged as any other one is: a baseline, its control, five identical arms (each one
+    comparison) and two arms of each level.  The comparisons of one session share its baseline, so that they are not
+    quite independent; sessions are.  The control sets the margins and is told apart (`control`), since its own verdict
+    is never capped.  `hog` keeps one core busy meanwhile.  `changes` go into the sessions' specs (block_s, blocks,
+    workload …).  Rows of other `rounds` and `hog` settings are kept in the tables.
     """
     if comparisons < 1 or rounds < 3:
         raise InputError(f"qualify: comparisons {comparisons} and rounds {rounds} must be at least 1 and 3")
     started = time.time()
-    number = math.ceil(comparisons / (AA_ARMS + 1))
+    number = math.ceil(comparisons / AA_ARMS)
     threads = threads or usable_cores()
     folder, rows, badges = Path(work) / "qualify", [], []
     with busy_core() if hog else contextlib.nullcontext():
@@ -120,7 +121,8 @@ def busy_core() -> Iterator[None]:
 
 def summary(rows: Sequence[Mapping[str, Any]], levels: Sequence[float]) -> dict[str, Any]:
     """Rates with their exact binomial intervals from the comparison rows of all sessions."""
-    identical = [row for row in rows if row["variant"] == CONTROL or row["variant"].startswith("aa_")]
+    identical = [row for row in rows if row["variant"].startswith("aa_")]
+    control = [row for row in rows if row["variant"] == CONTROL]
     by_level = {level: [row for row in rows if row["variant"].startswith(f"slow_{level:g}_")] for level in levels}
     table = [tally("identical", 0.0, identical, SPEED_WORDS)]
     table += [tally(f"slow-down {level:.0%}", level, found, ("slower",)) for level, found in by_level.items()]
@@ -128,6 +130,7 @@ def summary(rows: Sequence[Mapping[str, Any]], levels: Sequence[float]) -> dict[
     return {
         "false_positive_rate": rate(table[0]),
         "interval_excludes_1": rate_of(len(excluded), len(identical)),
+        "control": rate_of(sum(row["verdict"] in SPEED_WORDS for row in control), len(control)),
         "detection": {f"{row['injected']:g}": rate(row) for row in table[1:]},
         "table": table,
     }

@@ -27,8 +27,9 @@ def test_false_alarms_are_faster_or_slower_between_identical_arms() -> None:
         row("aa_3", "slower"),
     ]
     found = summary([*rows, row("slow_0.05_1", "slower")], (0.05,))
-    assert (found["false_positive_rate"]["hits"], found["false_positive_rate"]["trials"]) == (2, 4)
+    assert (found["false_positive_rate"]["hits"], found["false_positive_rate"]["trials"]) == (2, 3)
     assert found["interval_excludes_1"]["hits"] == 1
+    assert found["control"]["trials"] == 1
     assert found["detection"]["0.05"] == {"hits": 1, "trials": 1, "rate": 1.0, "low": pytest.approx(0.025), "high": 1.0}
 
 
