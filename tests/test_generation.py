@@ -103,18 +103,18 @@ def test_compiled_step_makes_one_graph_for_all_lengths() -> None:
 
 
 def test_caches_hold_what_was_put_in() -> None:
-    k, v = torch.randn(2, 1, 4, 4, 3, 8).unbind(0)
+    k, v = torch.randn(2, 1, 4, 3, 8).unbind(0)
     for cache in (DynamicCache(), StaticCache(replace(SHAPE, layers=1, d_model=32, heads=4), 1, 6)):
-        first = cache.update(0, k[0][:, :, :1], v[0][:, :, :1])
+        first = cache.update(0, k[:, :, :1], v[:, :, :1])
         cache.advance(1)
-        second = cache.update(0, k[0][:, :, 1:], v[0][:, :, 1:])
+        second = cache.update(0, k[:, :, 1:], v[:, :, 1:])
         cache.advance(2)
-        assert torch.equal(second[0], k[0])
-        assert torch.equal(second[1], v[0])
+        assert torch.equal(second[0], k)
+        assert torch.equal(second[1], v)
         assert first[0].shape[2] == 1
         assert cache.length == 3
         cache.crop(1)
-        assert torch.equal(cache.update(0, k[0][:, :, 1:], v[0][:, :, 1:])[0], k[0])
+        assert torch.equal(cache.update(0, k[:, :, 1:], v[:, :, 1:])[0], k)
 
 
 def test_static_cache_refuses_more_than_its_capacity() -> None:
