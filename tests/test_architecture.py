@@ -120,3 +120,9 @@ def test_print_is_the_command_lines_alone():
         calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
         found += [f"{name}:{c.lineno}" for c in calls if ast.unparse(c.func) == "print" and name != "cli"]
     assert found == []
+
+
+def test_the_readme_names_every_module():
+    text = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
+    missing = [name for name, _ in modules() if "." not in name and f"{name}.py" not in text]
+    assert missing == []
