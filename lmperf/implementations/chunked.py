@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 #: Tile sizes: a tile's scores (heads · block²·4 bytes) should stay in the last cache level.
-QUERY_BLOCK = 256
+QUERY_BLOCK = 128
 KEY_BLOCK = 512
 
 
