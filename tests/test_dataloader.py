@@ -148,7 +148,7 @@ def test_loading_workload(name: str, tokens: Path, tmp_path: Path) -> None:
     try:
         x, y = prepared.step()
         assert x.shape == y.shape == (3, 32)
-        assert prepared.tokens_per_step == 96
+        assert prepared.tokens_per_step == 96 * prepared.once["useful_token_share"][1]
         assert prepared.once["worker_start_s"][1] > 0
         assert ("worker_pss_bytes" in prepared.once) == (name == "workers_2")
         assert (prepared.once["useful_token_share"][1] < 1) == (name == "padded")

@@ -298,7 +298,7 @@ def test_a_process_with_threads_starts_fresh_ranks(tmp_path: Path) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, daemon=True)
     thread.start()
-    assert not ranks.has_one_thread()
+    assert not ranks.may_fork(1)
     others = ranks.start(2, Sleeper(tmp_path), folder=tmp_path, threads=1)
     wait_for((tmp_path / "rank-1").exists)
     assert others.processes[0].is_alive()

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,9 +56,9 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
     """Start ranks 1 … world_size - 1, each running `body(rank, pipe)` in the group, and join it as rank 0.
 
     `folder` holds the file store through which they find each other.  The ranks die with this process, even when it
-    is killed.  A process of one thread is forked; one that already has threads (OpenMP's, say) starts fresh ones.
+    is killed.  A process that may be forked is; any other starts fresh ones, which must import everything.
     """
-    context = multiprocessing.get_context("fork" if has_one_thread() else "spawn")
+    context = multiprocessing.get_context("fork" if may_fork(threads) else "spawn")
     store = folder / f"store-{os.getpid()}-{os.urandom(4).hex()}"
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -79,6 +80,19 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
     return ranks
 
 
+_joined = False  # this process has been in a group, which leaves gloo's threads behind
+
+
+def may_fork(threads: int) -> bool:
+    """Whether a forked rank can work: no Python thread, no former group, and no team of OpenMP threads to miss.
+
+    GNU's OpenMP hangs in a forked child that wants the team its parent had; a rank of one thread never does.
+    """
+    if threading.active_count() > 1 or _joined:
+        return False
+    return threads == 1 or has_one_thread()
+
+
 def has_one_thread() -> bool:
     """Whether this process has no thread but its own (jemalloc's helper survives a fork and does not count)."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
@@ -98,6 +112,8 @@ def _no_main_module() -> Iterator[None]:
 
 def join_group(rank: int, world_size: int, store: Path, *, threads: int, device: str) -> None:
     """Become `rank` of the process group: gloo over the loopback interface, or NCCL on CUDA."""
+    global _joined
+    _joined = True
     torch.set_num_threads(threads)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.startswith("cuda"):

@@ -110,7 +110,7 @@ def once_of(feed: Feed) -> dict[str, tuple[str, float]]:
 
 @workload("loading")
 def loading(setting: Setting) -> Prepared:
-    """One step = one batch fetched (cell: batch, length, split, cache "warm" | "cold")."""
+    """One step = one batch fetched (cell: batch, length, split, cache "warm" | "cold"); padding is no token."""
     feed = open_feed(setting)
     cold = setting.param("cache", "warm") == "cold"
     once = {**once_of(feed), **useful_share(feed)}
@@ -129,7 +129,7 @@ def loading(setting: Setting) -> Prepared:
     return Prepared(
         step=step,
         check=lambda seed: check_loader(setting.recipe, replace(source_of(setting), seed=seed)),
-        tokens_per_step=float(feed.source.batch_size * feed.source.length),
+        tokens_per_step=once["useful_token_share"][1] * feed.source.batch_size * feed.source.length,
         observations=seen,
         once=once,
         close=feed.close,
