@@ -35,6 +35,8 @@ DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so would a thread of Arrow's allocator
     "PYTHONHASHSEED": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the profiler's notes on frees that it did not see: memory.py allows for them
+    "KINETO_LOG_LEVEL": "99",
 }
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

@@ -170,7 +170,8 @@ def analytic_table(prepared: Prepared) -> dict[str, int | None]:
     if parameters:
         trained = storage_bytes(p for p in parameters if p.requires_grad)
         moments = storage_bytes(optimizer_tensors())
-        table = {"parameters": storage_bytes(parameters), "gradients": trained if saved else 0, "moments": moments}
+        trains = saved > 0 or moments > 0 or any(p.grad is not None for p in parameters)
+        table = {"parameters": storage_bytes(parameters), "gradients": trained if trains else 0, "moments": moments}
     return {**table, "activations": saved, "kv_cache": _cache(prepared)}
 
 
