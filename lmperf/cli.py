@@ -54,9 +54,7 @@ def main() -> None:
         sys.exit(_fail(error.format_message(), 2))
     except CheckFailed as error:
         sys.exit(_fail(error, 1))
-    except usage.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lmperf.progress import progress_bar
 from lmperf.records import QualitySpec, SessionSpec, from_json, read_json
 
 Progress = Callable[[str], None]
@@ -31,13 +32,15 @@ def ingest(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progres
     """Merge all raw text into Arrow shards."""
     from lmperf.corpus.shards import ingest
 
-    manifest = ingest(
-        spec["sources"],
-        data / "raw",
-        data / "shards",
-        shard_bytes=spec["shard_bytes"],
-        max_quarantine=spec["max_quarantine"],
-    )
+    with progress_bar("ingest", progress) as advance:
+        manifest = ingest(
+            spec["sources"],
+            data / "raw",
+            data / "shards",
+            shard_bytes=spec["shard_bytes"],
+            max_quarantine=spec["max_quarantine"],
+            progress=advance,
+        )
     totals = manifest["totals"]
     progress(f"{totals['documents']} documents, {totals['bytes']} bytes in {len(manifest['shards'])} shards")
 
@@ -57,6 +60,7 @@ def tokenize(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progr
         held_out=spec["held_out"],
         block=spec["block"],
         seed=spec["seed"],
+        progress=progress,
     )
     for name, split in manifest["splits"].items():
         progress(f"{name}: {split['tokens']} tokens of {split['bytes']} bytes")

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "lmperf"
 
 #: A module may import only from its own group or an earlier one.
 LAYERS = [
-    {"records"},
+    {"records", "progress"},
     {"catalogue", "tables"},
     {"config", "sources", "corpus.state"},
     {"planning", "steps", "forecast", "workflow", "running"},
