@@ -106,6 +106,8 @@ def told(prepared: Prepared, name: str) -> None:
     assert 0 <= once["comm_share"] < 1
     assert once["loopback_bytes"] >= once["bytes_on_wire"] > 0  # headers on top
     assert (once["wire_reduction"] > 1) == (name in LOSSY)
+    if name in ("fsdp2", "torch_ddp", "ddp_flat"):
+        assert once["loopback_bytes"] == pytest.approx(once["bytes_on_wire"], rel=0.35)  # headers weigh much here
     if name == "bf16_hook":
         assert once["wire_reduction"] == 2
     if name == "moe_topk":

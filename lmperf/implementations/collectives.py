@@ -49,14 +49,26 @@ class Account:
 ACCOUNT = Account()  # of this process
 
 
-def ring_bytes(size: float, world_size: int) -> float:
+def group_place() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without a process group, where an average is the value itself."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def world_size() -> int:
+    """Ranks that share the work; 1 without a process group."""
+    return group_place()[1]
+
+
+def ring_bytes(size: float) -> float:
     """Bytes that one rank sends in a ring all-reduce of `size` bytes."""
-    return 2 * (world_size - 1) / world_size * size
+    return 2 * (world_size() - 1) / world_size() * size
 
 
 def all_reduce(tensor: Tensor, *, wait: bool = True) -> Any:
     """Sum `tensor` over the ranks in place, counted; with wait=False the pending work is returned."""
-    ACCOUNT.sent_bytes += ring_bytes(tensor.numel() * tensor.element_size(), dist.get_world_size())
+    ACCOUNT.sent_bytes += ring_bytes(tensor.numel() * tensor.element_size())
+    if world_size() == 1 and wait:
+        return None
     if not wait:
         return dist.all_reduce(tensor, async_op=True)
     with ACCOUNT.clock("blocked_s"):
@@ -65,9 +77,10 @@ def all_reduce(tensor: Tensor, *, wait: bool = True) -> Any:
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
     """The ranks' tensors (all of one size and type), counted."""
-    world_size = dist.get_world_size()
-    parts = [torch.empty_like(tensor) for _ in range(world_size)]
-    ACCOUNT.sent_bytes += (world_size - 1) * tensor.numel() * tensor.element_size()
+    if world_size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(world_size())]
+    ACCOUNT.sent_bytes += (world_size() - 1) * tensor.numel() * tensor.element_size()
     with ACCOUNT.clock("blocked_s"):
         dist.all_gather(parts, tensor)
     return parts
@@ -86,7 +99,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def count_dense(grads: Sequence[Tensor]) -> None:
     """Note what a plain fp32 all-reduce of `grads` would send."""
-    ACCOUNT.dense_bytes += ring_bytes(4 * sum(g.numel() for g in grads), dist.get_world_size())
+    ACCOUNT.dense_bytes += ring_bytes(4 * sum(g.numel() for g in grads))
 
 
 def flatten(grads: Sequence[Tensor]) -> Tensor:
@@ -111,7 +124,7 @@ def average_per_parameter(model: nn.Module) -> None:
     count_dense(grads)
     for grad in grads:
         all_reduce(grad)
-        grad /= dist.get_world_size()
+        grad /= world_size()
 
 
 def average_flat(model: nn.Module) -> None:
@@ -120,7 +133,7 @@ def average_flat(model: nn.Module) -> None:
     count_dense(grads)
     flat = flatten(grads)
     all_reduce(flat)
-    scatter_back(flat.div_(dist.get_world_size()), grads)
+    scatter_back(flat.div_(world_size()), grads)
 
 
 @dataclass
@@ -177,5 +190,5 @@ def finish_overlap(model: nn.Module) -> None:
             bucket.work.wait()
         if bucket.flat is None:
             raise RuntimeError("a bucket was waited for before it was sent")
-        scatter_back(bucket.flat.div_(dist.get_world_size()), [p.grad for p in bucket.parameters if p.grad is not None])
+        scatter_back(bucket.flat.div_(world_size()), [p.grad for p in bucket.parameters if p.grad is not None])
         bucket.work = bucket.flat = None

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from lmperf.implementations.collectives import (
     ACCOUNT,
@@ -19,8 +18,10 @@ from lmperf.implementations.collectives import (
     count_dense,
     flatten,
     gradients,
+    group_place,
     ring_bytes,
     scatter_back,
+    world_size,
 )
 
 #: What a model's compressors remember from step to step, by name; it goes when the model goes.
@@ -81,7 +82,7 @@ class OneBit:
         parts = all_gather(payload)
         with ACCOUNT.clock("compress_s"):
             decoded = [self._decode(part, sizes, len(packed)) for part in parts]
-            memory["one_bit"] = wanted - decoded[dist.get_rank()]
+            memory["one_bit"] = wanted - decoded[group_place()[0]]
             scatter_back(torch.stack(decoded).mean(dim=0), grads)
 
     def _decode(self, payload: Tensor, sizes: Sequence[int], bytes_of_signs: int) -> Tensor:
@@ -103,7 +104,7 @@ def average_largest(grads: Sequence[Tensor], density: float, memory: dict[str, A
         total = torch.zeros_like(wanted)
         for where, what in zip(all_places, all_values, strict=True):
             total.index_add_(0, where.long(), what)
-        scatter_back(total.div_(dist.get_world_size()), grads)
+        scatter_back(total.div_(world_size()), grads)
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,13 @@ class ExpertTopK:
         dense = [grad for name, grad in named if ".experts." not in name]
         flat = flatten(dense)
         all_reduce(flat)
-        scatter_back(flat.div_(dist.get_world_size()), dense)
+        scatter_back(flat.div_(world_size()), dense)
         experts = [grad for name, grad in named if ".experts." in name]
         before = ACCOUNT.sent_bytes
         average_largest(experts, self.density, memory_of(model), "experts")
         sizes = 4 * sum(grad.numel() for grad in experts)
         self._note("expert_bytes", ACCOUNT.sent_bytes - before)
-        self._note("expert_dense_bytes", ring_bytes(sizes, dist.get_world_size()))
+        self._note("expert_dense_bytes", ring_bytes(sizes))
 
     def _note(self, name: str, value: float) -> None:
         ACCOUNT.extra[name] = ACCOUNT.extra.get(name, 0.0) + value
@@ -196,4 +197,4 @@ class PowerSGD:
         if tensors:
             flat = flatten(tensors)
             all_reduce(flat)
-            scatter_back(flat.div_(dist.get_world_size()), tensors)
+            scatter_back(flat.div_(world_size()), tensors)

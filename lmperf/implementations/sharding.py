@@ -11,13 +11,8 @@ from torch import distributed as dist
 from torch import nn
 
 from lmperf import reference
-from lmperf.implementations.collectives import ACCOUNT, all_gather, ring_bytes
+from lmperf.implementations.collectives import ACCOUNT, all_gather, group_place, ring_bytes
 from lmperf.recipe import BuildContext
-
-
-def group_place() -> tuple[int, int]:
-    """(rank, world size) of this process; (0, 1) without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def divide(sizes: Sequence[int], parts: int) -> list[int]:
@@ -95,7 +90,7 @@ class TorchDDP:
         from torch.nn.parallel import DistributedDataParallel
 
         wrapped = DistributedDataParallel(model, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True)
-        size = ring_bytes(total_bytes(model), dist.get_world_size())
+        size = ring_bytes(total_bytes(model))
         wrapped.register_forward_pre_hook(_counter(size, size))
         return wrapped
 
@@ -128,9 +123,13 @@ class FullyShard:
         blocks = sum(total_bytes(block) for block in model.blocks)
         every = total_bytes(model)
         # Gather all for forward, the blocks again for backward (the root stays whole), scatter all gradients.
-        sent = (size - 1) / size * (every + blocks + every)
+        sent = (size - 1) / size * (every + blocks) + self._scatter_bytes(every)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        model.register_forward_pre_hook(_counter(sent, ring_bytes(every, size)))
+        model.register_forward_pre_hook(_counter(sent, ring_bytes(every)))
         return model
+
+    def _scatter_bytes(self, size: int) -> float:
+        # A ring's reduce-scatter is half of an all-reduce; gloo does a whole one and keeps a part.
+        return ring_bytes(size) * (1.0 if dist.get_backend() == "gloo" else 0.5)
