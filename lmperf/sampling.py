@@ -21,6 +21,8 @@ from lmperf.hoststate import usable_cores
 from lmperf.recipe import Recipe, Stage
 from lmperf.records import ArmSpec, Cell, Metric, Sample, SessionSpec, from_json, to_json
 from lmperf.timing import Timing, TimingPlan, compile_count, measure
+from lmperf.utilisation import utilisation
+from lmperf.utilisation import Utilisation, utilisation
 from lmperf.workloads.base import CheckOutcome, Prepared, Setting, get_workload
 
 Phase = Callable[[str], None]
@@ -66,6 +68,7 @@ def timed(arguments: Mapping[str, Any], phase: Phase) -> dict[str, Any]:
         before_blocks=prepared.observations.clear, before_block=prepared.before_block,
     )  # fmt: skip
     checks.append(check(prepared, setting.seed + 1, "after-check", phase))
+    used = utilisation(prepared.flops_per_step, timing.step_time_s, setting.recipe, setting.device)
     phase("close")
     prepared.close()
     details = sample_details(setting, timing, prepared, checks)
@@ -74,7 +77,9 @@ def timed(arguments: Mapping[str, Any], phase: Phase) -> dict[str, Any]:
         arm=setting.arm.name,
         cell=setting.cell.label,
         round=number,
-        metrics=timed_metrics(setting.recipe, prepared, timing, build_s),
+        status="implausible" if used.implausible else "ok",
+        reason=used.implausible,
+        metrics=timed_metrics(setting.recipe, prepared, timing, build_s) | used.metrics,
         badges=badges(timing, setting.spec.threads),
         details=details,
     )
@@ -155,6 +160,7 @@ def sample_details(
         "timed_s": timing.timed_s,
         "recompiled_blocks": timing.recompiled_blocks,
         "disturbance": dataclasses.asdict(timing.disturbance),
+        "block_states": [state.summary() for state in timing.states],
         "checks": [dataclasses.asdict(outcome) if outcome else None for outcome in checks],
         "load": os.getloadavg()[0],
         "environment": provenance.environment(),

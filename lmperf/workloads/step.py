@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lmperf import model
 from lmperf.checking import TrainingCheck, check_forward, expectation, model_of, random_tokens
+from lmperf.flops import recipe_flops
 from lmperf.recipe import Precision, Recipe
 from lmperf.records import InputError, ModelShape
 from lmperf.workloads.base import CheckOutcome, Prepared, Setting, workload
@@ -56,6 +57,7 @@ def training_step(setting: Setting) -> Prepared:
         step=lambda: step(*next(batches)),
         check=lazily(lambda: _training_check(setting, shape, length), recipe),
         tokens_per_step=float(batch * length),
+        flops_per_step=float(recipe_flops(recipe, shape, batch, length)["total"]),
         model=built,
     )
 
