@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,14 +220,19 @@ class Loader:
 
     def _with_workers(self, steps: PackedSteps | PaddedSteps, start: int) -> Batches:
         sampler = Steps(0, 0)
-        loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-            steps, batch_size=None, sampler=sampler, num_workers=self.workers, pin_memory=self.pin,
-            prefetch_factor=self.prefetch, persistent_workers=self.persistent,
-        )  # fmt: skip
+        with warnings.catch_warnings():  # more workers than cores is what workers_4 may be about
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+                steps, batch_size=None, sampler=sampler, num_workers=self.workers, pin_memory=self.pin,
+                prefetch_factor=self.prefetch, persistent_workers=self.persistent,
+            )  # fmt: skip
         while True:  # one pass is one epoch: workers that do not persist are started again for each
             size = steps.batches_per_epoch
             sampler.first, sampler.last = start, (start // size + 1) * size
-            yield from loader
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                epoch = iter(loader)
+            yield from epoch
             start = sampler.last
 
 

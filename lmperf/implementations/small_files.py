@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from lmperf.corpus.datasets import TokenData
 from lmperf.corpus.tokenizer import load_tokenizer
@@ -32,6 +31,7 @@ def prepare(source: LoaderSource) -> Path:
     making = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         _write(source, making)
+        making.chmod(0o755)  # mkdtemp lets nobody else in
         os.rename(making, folder)
     except OSError:
         if not (folder / "index.npy").is_file():  # another process may have been quicker
@@ -45,19 +45,21 @@ def _write(source: LoaderSource, folder: Path) -> None:
     data = TokenData.open(source.tokens, source.split)
     tokenizer = load_tokenizer(source.tokens / "tokenizer.json")
     tokens = data.tokens if isinstance(data.tokens, np.ndarray) else np.concatenate(list(data.tokens))
-    ends = np.flatnonzero(tokens == data.end_of_text)
     firsts: list[int] = []
     start = 0
-    for end in [*ends.tolist(), len(tokens)]:
+    for end in document_ends(tokens, data.end_of_text):
         for first, text in _parts(tokens[start:end], tokenizer):
             _write_file(folder, len(firsts), text)
             firsts.append(start + first)
-        if start == end and end < len(tokens):  # an empty document is an empty file
-            _write_file(folder, len(firsts), "")
-            firsts.append(start)
         start = end + 1
     # A file's tokens end with the end-of-text id where the next file starts one token later than its text does.
     np.save(folder / "index.npy", np.array([*firsts, len(tokens)], dtype=np.int64))
+
+
+def document_ends(tokens: np.ndarray, end_of_text: int) -> list[int]:
+    """Where each document's end-of-text id lies, or the end of the tokens for a last document without one."""
+    ends: list[int] = np.flatnonzero(tokens == end_of_text).tolist()
+    return ends if ends and ends[-1] == len(tokens) - 1 else [*ends, len(tokens)]
 
 
 def file_path(folder: Path, number: int) -> Path:
@@ -71,39 +73,37 @@ def _write_file(folder: Path, number: int, text: str) -> None:
     path.write_bytes(text.encode())
 
 
-def _parts(document: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[int, str]]:
+def _parts(document: np.ndarray, tokenizer: Tokenizer) -> list[tuple[int, str]]:
     """(first token, text) of each file of one document, cut where tokenising the parts gives the same tokens."""
-    start = 0
-    while start < len(document):
-        stop, text = _cut(document[start:], tokenizer)
-        yield start, text
-        start += stop
-
-
-def _cut(document: np.ndarray, tokenizer: Tokenizer) -> tuple[int, str]:
-    for size in range(FILE_TOKENS, min(len(document), 2 * FILE_TOKENS)):
-        if not tokenizer.decode([int(document[size])], skip_special_tokens=False)[:1].isspace():
-            continue
-        text = _text(document[:size], tokenizer)
-        rest = _text(document[size : size + FILE_TOKENS], tokenizer)
-        if _same(text, document[:size], tokenizer) and _starts(rest, document[size : size + 8], tokenizer):
-            return size, text
-    text = _text(document, tokenizer)
-    if not _same(text, document, tokenizer):
+    if not len(document):
+        return [(0, "")]  # an empty document is an empty file
+    text = tokenizer.decode(document.tolist(), skip_special_tokens=False)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    if whole.ids != document.tolist():
         raise NotImplementedError("small_files: this tokenizer does not give the same tokens for its own decoded text")
-    return len(document), text
+    cuts = _cuts(text, whole.offsets)
+    firsts, places = [0, *(token for token, _ in cuts)], [0, *(place for _, place in cuts), len(text)]
+    texts = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)]
+    encoded = [part.ids for part in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    if [token for part in encoded for token in part] != whole.ids or list(map(len, encoded)) != _sizes(firsts, whole):
+        return [(0, text)]  # this tokenizer looks across white space
+    return list(zip(firsts, texts, strict=True))
 
 
-def _text(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+def _sizes(firsts: list[int], whole: Encoding) -> list[int]:
+    return [stop - start for start, stop in zip(firsts, [*firsts[1:], len(whole.ids)], strict=True)]
 
 
-def _same(text: str, tokens: np.ndarray, tokenizer: Tokenizer) -> bool:
-    return tokenizer.encode(text, add_special_tokens=False).ids == tokens.tolist()
-
-
-def _starts(text: str, tokens: np.ndarray, tokenizer: Tokenizer) -> bool:
-    return tokenizer.encode(text, add_special_tokens=False).ids[: len(tokens)] == tokens.tolist()
+def _cuts(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(token, character) of each place before white space, at least `FILE_TOKENS` apart."""
+    cuts: list[tuple[int, int]] = []
+    last = 0
+    for token in range(1, len(offsets)):
+        place = offsets[token - 1][1]
+        if token - last >= FILE_TOKENS and text[place : place + 1].isspace():
+            cuts.append((token, place))
+            last = token
+    return cuts
 
 
 class FileStore:
