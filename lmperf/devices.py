@@ -54,6 +54,10 @@ class Device(Protocol):
         """Device memory counters in bytes; empty where the device has none of its own."""
         ...
 
+    def clock_mhz(self) -> float | None:
+        """The device's own clock now; None where it has none or does not tell."""
+        ...
+
 
 class CpuDevice:
     """The host's clock, with the CPU time of all threads of the process beside it."""
@@ -78,6 +82,9 @@ class CpuDevice:
 
     def memory(self) -> dict[str, int]:
         return {}
+
+    def clock_mhz(self) -> float | None:
+        return None
 
 
 class CudaDevice:
@@ -122,6 +129,12 @@ class CudaDevice:
             "device_in_use": total - free,
         }
 
+    def clock_mhz(self) -> float | None:
+        try:
+            return float(self.api.clock_rate())
+        except (ImportError, RuntimeError, AttributeError):  # it needs NVIDIA's management library and its bindings
+            return None
+
 
 @dataclass
 class FakeDevice:
@@ -157,6 +170,9 @@ class FakeDevice:
 
     def memory(self) -> dict[str, int]:
         return {}
+
+    def clock_mhz(self) -> float | None:
+        return None
 
 
 def get_device(name: str) -> Device:

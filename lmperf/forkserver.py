@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-POLL_S = 0.05  # how often limits are looked at; a look costs well under 0.1 ms
+POLL_S = 0.1  # how often limits are looked at; a look costs about 0.1 ms
 LINUX = sys.platform.startswith("linux")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 Call = Callable[[dict[str, Any], Callable[[str], None]], dict[str, Any]]

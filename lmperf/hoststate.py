@@ -25,6 +25,10 @@ class HostState:
     mhz: float | None = None
     throttled: int | None = None  # thermal throttling events
 
+    def summary(self) -> dict[str, float | int | None]:
+        """What is kept of a reading beside each block."""
+        return {"load": self.load, "mhz": self.mhz, "throttled": self.throttled}
+
 
 def read_state() -> HostState:
     """Read the host's state now (about 0.1 ms; never inside a timed block)."""

@@ -21,7 +21,6 @@ from lmperf.hoststate import usable_cores
 from lmperf.recipe import Recipe, Stage
 from lmperf.records import ArmSpec, Cell, Metric, Sample, SessionSpec, from_json, to_json
 from lmperf.timing import Timing, TimingPlan, compile_count, measure
-from lmperf.utilisation import utilisation
 from lmperf.utilisation import Utilisation, utilisation
 from lmperf.workloads.base import CheckOutcome, Prepared, Setting, get_workload
 
@@ -67,23 +66,33 @@ def timed(arguments: Mapping[str, Any], phase: Phase) -> dict[str, Any]:
         prepared.step, device, TimingPlan.of(setting.spec), slowdown=setting.arm.inject_slowdown, phase=phase,
         before_blocks=prepared.observations.clear, before_block=prepared.before_block,
     )  # fmt: skip
+    used = machine_share(setting, prepared, timing)
     checks.append(check(prepared, setting.seed + 1, "after-check", phase))
-    used = utilisation(prepared.flops_per_step, timing.step_time_s, setting.recipe, setting.device)
     phase("close")
     prepared.close()
     details = sample_details(setting, timing, prepared, checks)
     details |= {"started": round(started, 3), "process_s": time.perf_counter() - clock}
+    found = badges(timing, setting.spec.threads)
+    # A probe that was itself disturbed says nothing about what is possible.
+    impossible = used.implausible if "contention" not in found else None
     sample = Sample(
         arm=setting.arm.name,
         cell=setting.cell.label,
         round=number,
-        status="implausible" if used.implausible else "ok",
-        reason=used.implausible,
+        status="implausible" if impossible else "ok",
+        reason=impossible,
         metrics=timed_metrics(setting.recipe, prepared, timing, build_s) | used.metrics,
-        badges=badges(timing, setting.spec.threads),
+        badges=found,
         details=details,
     )
     return to_json(sample)
+
+
+def machine_share(setting: Setting, prepared: Prepared, timing: Timing) -> Utilisation:
+    """FLOP/s and utilisation against a peak probed now, with this process's threads; empty where FLOPs mean nothing."""
+    if not setting.spec.options.get("utilisation", True):
+        return Utilisation()
+    return utilisation(prepared.flops_per_step, timing.step_time_s, setting.recipe, setting.device)
 
 
 def check(prepared: Prepared, seed: int, name: str, phase: Phase) -> CheckOutcome | None:
@@ -172,6 +181,9 @@ def weighed(arguments: Mapping[str, Any], phase: Phase) -> dict[str, Any]:
     started, clock = time.time(), time.perf_counter()
     phase("build")
     setting, number = setting_of(arguments)
+    # Inputs that wait for their turn would hide what an operator itself needs: one set is enough here.
+    cell = dataclasses.replace(setting.cell, params={**setting.cell.params, "input_sets": 1})
+    setting = dataclasses.replace(setting, cell=cell)
     device = get_device(setting.device)
     prepared = get_workload(setting.spec.workload)(setting)
     after_build = memory.live_tensor_bytes() if setting.device == "cpu" else device.memory().get("allocated")

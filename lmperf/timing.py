@@ -8,7 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lmperf.devices import BlockTime, Device, Step
@@ -60,6 +60,7 @@ class Timing:
     recompiled_blocks: int
     disturbance: Disturbance  # over all timed blocks together
     extra_steps: int = 0  # a block's share of repeated steps (injected slow-down)
+    states: tuple[HostState, ...] = field(default=(), repr=False)  # before and after each block
 
     @property
     def step_times(self) -> tuple[float, ...]:
@@ -129,6 +130,7 @@ def measure(
         recompiled_blocks=recompiled,
         disturbance=disturbance(states[0], states[-1], plan.threads),
         extra_steps=extra,
+        states=states,
     )
 
 
@@ -197,14 +199,20 @@ def _timed_blocks(
     with quiet_collector():
         while len(blocks) < plan.blocks:
             before_block()
-            count, before = compiled(), read_state()
+            count, before = compiled(), host_and_device(device)
             block = device.block(step, steps)
             if compiled() != count and recompiled < MOST_RECOMPILED * plan.blocks:
                 recompiled += 1
                 continue
             blocks.append(block)
-            states += [before, read_state()]
+            states += [before, host_and_device(device)]
     return tuple(blocks), recompiled, tuple(states)
+
+
+def host_and_device(device: Device) -> HostState:
+    """The host's state, with the device's clock in place of the CPU's where it tells one."""
+    state, clock = read_state(), device.clock_mhz()
+    return state if clock is None else replace(state, mhz=clock)
 
 
 @contextmanager

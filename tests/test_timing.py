@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,10 @@ class FakeCuda:
     def max_memory_reserved(self) -> int:
         return 35
 
+    def clock_rate(self) -> int:
+        self.clock = getattr(self, "clock", 2000) - 150
+        return self.clock
+
 
 def test_cuda_blocks_use_one_event_pair_a_step_and_one_synchronisation_at_the_end() -> None:
     api = FakeCuda()
@@ -200,6 +205,20 @@ def test_cuda_blocks_use_one_event_pair_a_step_and_one_synchronisation_at_the_en
     assert block.device_s == pytest.approx(0.020)
     assert api.synchronised == 2  # before the clock starts, and at the end of the block
     assert api.done_ms == 20.0
+
+
+def test_a_falling_clock_of_the_device_is_badged_and_kept_beside_each_block() -> None:
+    api = FakeCuda()
+    timing = measure(
+        lambda: setattr(api, "queued_ms", api.queued_ms + 4.0), CudaDevice(api), replace(PLAN, block_s=1e-6)
+    )
+    assert len(timing.states) == 10
+    assert timing.states[0].mhz == 1850
+    assert "low_clock" in timing.disturbance.badges(1, 1)
+
+
+def test_a_device_without_management_library_has_no_clock() -> None:
+    assert CudaDevice(object()).clock_mhz() is None
 
 
 def test_cuda_memory_counts_what_other_processes_hold_too() -> None:
