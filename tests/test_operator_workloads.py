@@ -90,6 +90,11 @@ def test_inputs_rotate_and_gradients_are_those_of_the_step():
     assert not torch.equal(answers[0][0], answers[1][0])
 
 
+def test_one_set_of_inputs_is_held_where_memory_is_weighed():
+    step = get_workload(BOTH[1])(setting("norm", "baseline", {**CELLS["norm"][0], "input_sets": 1})).step
+    assert torch.equal(step()[0], step()[0])
+
+
 def test_forward_records_no_gradient_graph():
     prepared = get_workload(BOTH[0])(setting("norm", "baseline", CELLS["norm"][0]))
     assert not prepared.step().requires_grad

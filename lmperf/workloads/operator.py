@@ -41,7 +41,8 @@ def prepare(setting: Setting, *, backward: bool) -> Prepared:
         raise Unsupported(reason)
     expected = expectation(setting.arm.variants, setting.spec.plugins)
     generator = torch.Generator().manual_seed(setting.seed)
-    sets = [found.arrange(found.inputs(generator)) for _ in range(INPUT_SETS)]
+    number = int(setting.param("input_sets", INPUT_SETS))  # one where memory is weighed
+    sets = [found.arrange(found.inputs(generator)) for _ in range(number)]
     step = backward_step(found, sets, generator) if backward else forward_step(found, sets)
     factor = 3 if backward else 1
     return Prepared(
