@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from lmperf.corpus.datasets import TokenData
 from lmperf.corpus.tokenizer import load_tokenizer
@@ -45,10 +45,11 @@ def _write(source: LoaderSource, folder: Path) -> None:
     data = TokenData.open(source.tokens, source.split)
     tokenizer = load_tokenizer(source.tokens / "tokenizer.json")
     tokens = data.tokens if isinstance(data.tokens, np.ndarray) else np.concatenate(list(data.tokens))
+    spaces = starts_with_space(tokenizer)
     firsts: list[int] = []
     start = 0
     for end in document_ends(tokens, data.end_of_text):
-        for first, text in _parts(tokens[start:end], tokenizer):
+        for first, text in _parts(tokens[start:end], tokenizer, spaces):
             _write_file(folder, len(firsts), text)
             firsts.append(start + first)
         start = end + 1
@@ -73,36 +74,30 @@ def _write_file(folder: Path, number: int, text: str) -> None:
     path.write_bytes(text.encode())
 
 
-def _parts(document: np.ndarray, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+def starts_with_space(tokenizer: Tokenizer) -> np.ndarray:
+    """For every id whether its text starts with white space: (vocab,) bool."""
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    texts = tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False)
+    return np.array([text[:1].isspace() for text in texts])
+
+
+def _parts(document: np.ndarray, tokenizer: Tokenizer, spaces: np.ndarray) -> list[tuple[int, str]]:
     """(first token, text) of each file of one document, cut where tokenising the parts gives the same tokens."""
-    if not len(document):
-        return [(0, "")]  # an empty document is an empty file
-    text = tokenizer.decode(document.tolist(), skip_special_tokens=False)
-    whole = tokenizer.encode(text, add_special_tokens=False)
-    if whole.ids != document.tolist():
-        raise NotImplementedError("small_files: this tokenizer does not give the same tokens for its own decoded text")
-    cuts = _cuts(text, whole.offsets)
-    firsts, places = [0, *(token for token, _ in cuts)], [0, *(place for _, place in cuts), len(text)]
-    texts = [text[start:stop] for start, stop in zip(places, places[1:], strict=False)]
-    encoded = [part.ids for part in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    if [token for part in encoded for token in part] != whole.ids or list(map(len, encoded)) != _sizes(firsts, whole):
-        return [(0, text)]  # this tokenizer looks across white space
-    return list(zip(firsts, texts, strict=True))
+    for firsts in (_cuts(spaces[document]), [0]):  # a tokenizer that looks across white space: one file a document
+        ends = [*firsts[1:], len(document)]
+        parts = [document[start:stop].tolist() for start, stop in zip(firsts, ends, strict=True)]
+        texts = tokenizer.decode_batch(parts, skip_special_tokens=False)
+        if [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)] == parts:
+            return list(zip(firsts, texts, strict=True))
+    raise NotImplementedError("small_files: this tokenizer does not give the same tokens for its own decoded text")
 
 
-def _sizes(firsts: list[int], whole: Encoding) -> list[int]:
-    return [stop - start for start, stop in zip(firsts, [*firsts[1:], len(whole.ids)], strict=True)]
-
-
-def _cuts(text: str, offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(token, character) of each place before white space, at least `FILE_TOKENS` apart."""
-    cuts: list[tuple[int, int]] = []
-    last = 0
-    for token in range(1, len(offsets)):
-        place = offsets[token - 1][1]
-        if token - last >= FILE_TOKENS and text[place : place + 1].isspace():
-            cuts.append((token, place))
-            last = token
+def _cuts(spaces: np.ndarray) -> list[int]:
+    """The first token of each file: before white space, at least `FILE_TOKENS` apart."""
+    cuts = [0]
+    for token in np.flatnonzero(spaces).tolist():
+        if token - cuts[-1] >= FILE_TOKENS:
+            cuts.append(token)
     return cuts
 
 
