@@ -1,7 +1,7 @@
 """The all-reduce table: 1, 10 and 100 MB of fp32 × number of processes, over gloo's loopback; the last line is JSON.
 
-Time is the median of calls in a fresh group for each row; bus bandwidth is 2(n-1)/n · size / time (as in NCCL's tests), so that
-it can be compared over n.  Loopback time is not network time.  `--gigabyte` adds 1 GB, `--quick` leaves 100 MB out.
+Time is the median of calls in a fresh group for each row; bus bandwidth is 2(n-1)/n · size / time (as in NCCL's
+tests), so that it can be compared over n.  Loopback time is not network time.  `--gigabyte` adds 1 GB, `--quick` leaves 100 MB out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import distributed as dist  # noqa: E402
+import torch
+from torch import distributed as dist
 
-from lmperf.implementations import ranks  # noqa: E402
-from lmperf.workloads.distributed import MEGABYTE, Reducer  # noqa: E402
+from lmperf.implementations import ranks
+from lmperf.workloads.distributed import MEGABYTE, Reducer
 
 
 def measure(size: int, megabytes: float, repeats: int) -> float:
