@@ -1,7 +1,8 @@
 """The all-reduce table: 1, 10 and 100 MB of fp32 × number of processes, over gloo's loopback; the last line is JSON.
 
-Time is the median of calls in a fresh group for each row; bus bandwidth is 2(n-1)/n · size / time (as in NCCL's
-tests), so that it can be compared over n.  Loopback time is not network time.  `--gigabyte` adds 1 GB, `--quick` leaves 100 MB out.
+Time is the median of calls in a fresh group for each row.  Bus bandwidth is 2(n-1)/n · size / time, as in NCCL's tests,
+so that it can be compared over n.  Loopback time is not network time.
+`--gigabyte` adds 1 GB, `--quick` leaves 100 MB out.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def _prepared(
         observations=seen,
         once=once,
         close=close,
-        model=worker.step.model,
+        # Sharded parameters have no storage of their own to count.
+        model=None if any(hasattr(p, "full_tensor") for p in worker.step.parameters) else worker.step.model,
     )
 
 
