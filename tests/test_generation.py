@@ -266,6 +266,16 @@ def test_workload_with_answers_of_different_lengths() -> None:
         assert run.observations.values["ttft_s"][0] > 0
 
 
+def test_caches_decode_in_bf16_too() -> None:
+    setting = setting_of("static_cache", prompt=20, new_tokens=6, batch=2)
+    recipe = registry.compose(["generation/static_cache", "precision/bf16_pure"])
+    run = get_workload("prefill_decode")(replace(setting, recipe=recipe))
+    run.step()
+    assert run.check is not None
+    assert run.check(3).passed
+    assert run.once["kv_cache_bytes"][1] == kv_cache_bytes(SHAPE, 2, 26, element_bytes=2)
+
+
 def test_no_prompt_comes_twice_and_arms_have_their_own() -> None:
     def some(name: str) -> Iterator[tuple[int, ...]]:
         setting = setting_of(name, prompt=12, new_tokens=2, shared_prefix=4)

@@ -58,7 +58,7 @@ def start(world_size: int, body: Body, *, folder: Path, threads: int, device: st
     `folder` holds the file store through which they find each other.  The ranks die with this process, even when it
     is killed.  A process that may be forked is; any other starts fresh ones, which must import everything.
     """
-    context = multiprocessing.get_context("fork" if may_fork(threads) else "spawn")
+    context = multiprocessing.get_context("fork" if device == "cpu" and may_fork(threads) else "spawn")
     store = folder / f"store-{os.getpid()}-{os.urandom(4).hex()}"
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
