@@ -119,9 +119,9 @@ def join_group(rank: int, world_size: int, store: Path, *, threads: int, device:
     if device.startswith("cuda"):
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=PATIENCE
-    )  # fmt: skip
+    # A store made here, not a file:// address: that would read a relative path as a host's name.
+    meeting = dist.FileStore(str(store.resolve()), world_size)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=PATIENCE)
 
 
 def _rank(
