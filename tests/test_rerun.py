@@ -99,7 +99,7 @@ def test_edited_figure_reruns_the_report(lab: Lab) -> None:
     [
         ("comparing.py", AFTER),
         ("sessions.py", MEASURES | AFTER),
-        ("training.py", TRAINS | {"ablate", "report"}),
+        ("training.py", TRAINS | {"profile", "ablate", "report"}),
         ("corpus/tokenizer.py", ALL - {"fetch_corpus", "ingest"}),
         ("running.py", set()),
         ("doctor.py", set()),
