@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -300,6 +301,8 @@ def main(arguments: list[str]) -> None:
             return
         for name in ("lmperf.failures", *names) if names else ():
             preload(name)
+        gc.collect()
+        gc.freeze()  # a child's collector need not walk, and so copy, what was imported here
         prctl(PR_SET_PDEATHSIG, 0)  # from here on the end of stdin says it, and the job's helpers end too
         Server(control, answers).serve()
         os._exit(0)  # nothing is left to tidy, and Python's own end takes seconds with torch loaded

@@ -94,7 +94,7 @@ def qualify_spec(
         "session": f"{prefix(rounds, hog)}{index}", "axis": "attention", "workload": "operator_forward",
         "arms": (ArmSpec("baseline"), ArmSpec(CONTROL), *same, *slowed), "cells": (CELL,), "model": SHAPE,
         "batch_size": 1, "sequence_length": 128, "rounds": rounds, "seed": seed + index, "device": "cpu",
-        "threads": threads, "blocks": 5, "block_s": 0.03, "warmup_s": 0.1, "warmup_cap_s": 0.6, "time_limit_s": 30.0,
+        "threads": threads, "blocks": 5, "block_s": 0.02, "warmup_s": 0.08, "warmup_cap_s": 0.6, "time_limit_s": 30.0,
         "options": {"memory": False, "utilisation": False},
     }  # fmt: skip
     return SessionSpec(**{**values, **changes})
