@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from lmperf.records import atomic_write
 
@@ -74,7 +74,7 @@ def forest(rows: Sequence[Row], title: str) -> Figure:
         _ratio_ticks(axes, [value for row in rows for value in (row["low"], row["high"], row["speedup"]) if value])
         axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
         axes.set_ylim(-0.7, len(rows) - 0.3)
-        axes.set_xlabel("speed-up over the baseline (× , log scale), 95 % interval")
+        axes.set_xlabel("speed-up (×, log scale), 95 % interval")
         axes.set_title(title, loc="left")
         axes.grid(axis="x", color="#e3e6ea", linewidth=0.7)
     return figure
@@ -93,13 +93,23 @@ def _interval(axes: Axes, place: int, row: Row) -> None:
 
 def _ratio_ticks(axes: Axes, values: Sequence[float]) -> None:
     low, high = min([*values, 0.95]), max([*values, 1.05])
-    ladder = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200]
-    fine = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3]
-    ticks = [tick for tick in (fine if high / low < 4 else ladder) if low / 1.3 <= tick <= high * 1.3]
+    # As many ticks as fit beside long names: from fine to coarse, the first ladder with at most six inside.
+    ladders = (
+        (0.9, 0.95, 1, 1.05, 1.1, 1.15),
+        (0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4),
+        (0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5, 3),
+        (0.25, 0.5, 1, 2, 4, 8),
+        (0.01, 0.1, 1, 10, 100, 1000),
+    )
+    inside = [[tick for tick in ladder if low / 1.05 <= tick <= high * 1.05] for ladder in ladders]
+    fitting = (
+        ticks for ladder, ticks in zip(ladders, inside, strict=True) if ladder[0] <= low * 1.3 and len(ticks) <= 6
+    )
+    ticks = next(fitting, inside[-1])
     axes.set_xlim(low / 1.06, high * 1.06)
     axes.set_xticks(ticks)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def hotspots(rows: Sequence[Row], top: int = 12) -> Figure:
@@ -189,7 +199,7 @@ def ladder(rows: Sequence[Row]) -> Figure:
             axes.text(value + high, place, f"  {value:.2f}×", va="center", fontsize=9.5)
         axes.axvline(1, color="#333", linewidth=0.9)
         axes.set_xlim(0, max((v + h for v, h in zip(values, highs, strict=True)), default=1) * 1.16)
-        axes.set_xlabel("speed-up over the baseline (×), 95 % interval")
+        axes.set_xlabel("speed-up (×), 95 % interval")
         axes.set_title("The stack, one change after another", loc="left")
     return figure
 

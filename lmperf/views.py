@@ -277,9 +277,9 @@ def show_ratio(value: Any, digits: int = 3) -> str:
 
 
 def show_short(value: Any) -> str:
-    """A table's text: numbers to four digits, other text as it is."""
+    """A table's text: numbers to four digits, nothing as a dash, other text as it is."""
     number = finite(value)
-    return str(value) if number is None else f"{number:.4g}"
+    return str(value or "–") if number is None else f"{number:.4g}"
 
 
 def show_percent(value: Any, digits: int = 1) -> str:

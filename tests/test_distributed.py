@@ -216,6 +216,15 @@ def test_error_feedback_loses_nothing(average: object, tmp_path: Path) -> None:
 
 
 @isolated
+def test_ranks_meet_in_a_folder_with_a_relative_name(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    Path("a b 文").mkdir()
+    ranks.join_group(0, 1, Path("a b 文") / "store", threads=1, device="cpu")
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
+@isolated
 def test_the_whole_rank_and_all_entries_lose_nothing_at_once(tmp_path: Path) -> None:
     ranks.join_group(0, 1, tmp_path / "store", threads=1, device="cpu")
     for average in (compressors.TopK(density=1.0), compressors.PowerSGD(rank=2)):
