@@ -262,10 +262,11 @@ def test_what_disturbs_a_block_is_badged(before: HostState, after: HostState, ba
     assert disturbance(before, after, threads=2).badges(threads=2, cores=2) == badges
 
 
-def test_a_neighbour_on_a_spare_core_is_no_contention() -> None:
+def test_a_neighbour_on_one_of_few_spare_cores_disturbs_and_on_one_of_many_does_not() -> None:
     found = Disturbance(waiting_share=0.0, others_cores=1.0, throttle_events=None, clock_ratio=None)
-    assert found.badges(threads=1, cores=2) == ()
+    assert found.badges(threads=1, cores=2) == ("contention",)
     assert found.badges(threads=2, cores=2) == ("contention",)
+    assert found.badges(threads=2, cores=16) == ()
 
 
 def test_the_host_can_be_read_here() -> None:
