@@ -32,6 +32,7 @@ WORKLOADS = (
     "loading_in_step",
     "prefill_decode",
     "distributed_step",
+    "all_reduce",
     "decode",
 )
 
@@ -234,6 +235,7 @@ class Quality(Section):
     stressed_learning_rate: float | None = Field(1e-2, gt=0, description="null: no stress runs")
     seeds: int = Field(3, ge=1)
     baseline_seeds: int = Field(5, ge=1)
+    stressed_seeds: int = Field(3, ge=1, description="of each recipe at the stressed learning rate")
     variants: list[str] | Literal["measured"] = Field(
         "measured", description="axis/name, or 'measured': each measured variant that changes numerics"
     )

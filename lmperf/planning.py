@@ -319,7 +319,7 @@ def quality_runs(config: Config) -> Iterable[QualitySpec]:
         seeds = max(part.seeds, part.baseline_seeds) if recipe == "baseline" else part.seeds
         axes = sorted({variant.partition("/")[0] for variant in variants})
         for stress in [False, *stressed]:
-            for seed in range(config.seed, config.seed + (part.seeds if stress else seeds)):
+            for seed in range(config.seed, config.seed + (part.stressed_seeds if stress else seeds)):
                 yield QualitySpec(
                     run=f"{recipe.replace('/', '-')}.s{seed}{'.stress' if stress else ''}",
                     recipe=recipe,

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with ForkServer({"PYTHONPATH": HERE}, preload=("torch",)) as started:
+    with ForkServer(process_environment(2, {"PYTHONPATH": HERE}), preload=("torch",)) as started:
         yield started
 
 
