@@ -86,6 +86,17 @@ class ForkServer:
 
     def start(self) -> None:
         """Start the server if it is not running; raises `RuntimeError` when it cannot import what it must."""
+        self.launch()
+        if self.hello:
+            return
+        answer = self._read(START_S)
+        if answer is None:
+            self.close()
+            raise RuntimeError("the fork server did not start; its messages are above")
+        self.hello = answer
+
+    def launch(self) -> None:
+        """Start the server's process without waiting: it imports torch while its owner does the same."""
         if self.process is not None and self.process.poll() is None:
             return
         merged = {**os.environ, **self.environment}
@@ -97,12 +108,7 @@ class ForkServer:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
         )
-        self.buffer = b""
-        answer = self._read(START_S)
-        if answer is None:
-            self.close()
-            raise RuntimeError("the fork server did not start; its messages are above")
-        self.hello = answer
+        self.buffer, self.hello = b"", {}
 
     def run(
         self,

@@ -26,9 +26,12 @@ COLD_FACTOR = 2.0  # the memory sample's time limit, in those of a timed sample
 Say = Callable[[str], None]
 
 
-def run_session(spec: SessionSpec, out: Path, *, work: Path, progress: Say | None = None) -> Path:
+def run_session(
+    spec: SessionSpec, out: Path, *, work: Path, progress: Say | None = None, server: ForkServer | None = None
+) -> Path:
     """Measure a session and write it to `out`; one killed before continues at the round it was in.
 
+    `server`, a fork server launched beforehand, serves the arms of its environment and is closed with the others.
     Arms that fail give typed rows and do not end the session.  Raises `InputError` for a spec that cannot be run and
     `CheckFailed` when another session is being timed on this host.
     """
@@ -41,7 +44,8 @@ def run_session(spec: SessionSpec, out: Path, *, work: Path, progress: Say | Non
         journal = Journal.open(work / f"{spec.session}.rounds.jsonl", header, say)
         if not journal.memory:
             shutil.rmtree(scratch, ignore_errors=True)  # compile caches of another spec
-        runner = stack.enter_context(Runner(spec, scratch))
+        launched = {} if server is None else {canonical_json(dict(server.environment)): server}
+        runner = stack.enter_context(Runner(spec, scratch, launched))
         if spec.options.get("memory", True):
             _weigh_arms(spec, journal, runner, say)
         for number in range(journal.rounds + 1, spec.rounds + 1):

@@ -83,11 +83,16 @@ def profile(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
 
 def measure(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Run one timing session."""
-    from lmperf.sessions import run_session
+    from lmperf.launching import ForkServer, must_spawn, process_environment
 
     session = from_json(SessionSpec, spec)
     out = reports / "sessions" / f"{session.session}.jsonl"
-    run_session(session, out, work=reports / "work", progress=progress)
+    environment = process_environment(session.threads, session.environment)
+    with ForkServer(environment, spawn=must_spawn(session.device)) as server:
+        server.launch()  # before torch is imported here: both imports then go on side by side
+        from lmperf.sessions import run_session
+
+        run_session(session, out, work=reports / "work", progress=progress, server=server)
 
 
 def train(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
