@@ -2,7 +2,7 @@
 
 A process sample costs a start (fork, build, check), the warm-up and the blocks; a block is as long as configured or as
 one step, whichever is longer.  Step times come from the step's FLOPs and a short matmul probe on this machine; the
-constants are fitted to whole runs (docs/forecast.md says how) and are seconds.
+constants are seconds, fitted to whole runs.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
         "hotspots": read_csv(tables / "hotspots.csv"),
         "utilisation": read_csv(tables / "utilisation.csv"),
         "profile": read_json(reports / "profile" / "profile.json"),
-        "qualify": optional_json(tables / "qualify.json"),
+        "qualify": error_rates(optional_json(tables / "qualify.json")),
         "corpus": corpus(data),
         "sessions_facts": session_facts(reports / "sessions", spec["sessions"]),
         "left_out": spec["left_out"],
@@ -80,6 +80,17 @@ QUALITY_SHOWN = ("bits_per_byte",)
 def optional_json(path: Path) -> Any:
     """A JSON file's content, or None when it does not exist."""
     return read_json(path) if path.exists() else None
+
+
+def error_rates(outcome: Any) -> list[dict[str, Any]]:
+    """Lines of the harness's own error rates: what was compared, how often it was called, with the interval."""
+    rows = []
+    for run in (outcome or {}).get("runs", ()):
+        busy = ", one core kept busy" if run["hog"] else ""
+        for row in run["table"]:
+            called = "called faster or slower" if row["kind"] == "identical" else "found"
+            rows.append({**row, "label": f"{row['kind']} arms {called} ({run['rounds']} rounds{busy})"})
+    return rows
 
 
 def cells(results: Sequence[Row]) -> list[list[Row]]:
