@@ -138,7 +138,7 @@ def warmup(curve_s: Sequence[float], steady_s: float | None) -> Figure:
         axes.plot(range(1, len(curve_s) + 1), [1e3 * value for value in curve_s], "o-", color=LINES[0], markersize=4)
         if steady_s:
             axes.axhline(1e3 * steady_s, color="#333", linewidth=0.9, linestyle="--", label="steady state")
-            axes.legend(loc="upper right")
+            figure.legend(loc="outside lower center")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step after start")
         axes.set_ylabel("step time (ms)")
