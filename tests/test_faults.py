@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 from tiny_workflow import Lab, kill_tree, left_running, whole_tree
 
-pytestmark = pytest.mark.skipif("LMPERF_SLOW" not in os.environ, reason="kill and fault tests take many minutes: set LMPERF_SLOW=1 to run them")
+pytestmark = pytest.mark.skipif(
+    "LMPERF_SLOW" not in os.environ, reason="kill and fault tests take many minutes: set LMPERF_SLOW=1 to run them"
+)
 
 KILLS = int(os.environ.get("LMPERF_KILLS", "2"))
 KILLS_A_RUN = 5

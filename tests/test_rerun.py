@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from tiny_workflow import AFTER, ALL, CONFIG, CORPUS, MEASURES, TRAINS, Lab
 
-pytestmark = pytest.mark.skipif("LMPERF_SLOW" not in os.environ, reason="the re-run table takes many minutes: set LMPERF_SLOW=1 to run it")
+pytestmark = pytest.mark.skipif(
+    "LMPERF_SLOW" not in os.environ, reason="the re-run table takes many minutes: set LMPERF_SLOW=1 to run it"
+)
 
 NORM = {"measure norm.training_step", "train norm-rmsnorm.s1234"}
 
