@@ -47,8 +47,7 @@ def write_text_shards(folder: Path, limit: int, copies: int = 1) -> None:
 
     import pyarrow as pa
 
-    from lmperf.corpus.token_shards import file_sha256
-    from lmperf.records import write_json
+    from lmperf.records import file_sha256, write_json
 
     texts, size = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):

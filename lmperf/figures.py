@@ -204,21 +204,6 @@ def ladder(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def memory_bars(rows: Sequence[Row], title: str) -> Figure:
-    """Peak tensor memory by variant: keys label, bytes."""
-    figure, axes = _canvas(0.9 + 0.29 * len(rows))
-    with plt.rc_context(STYLE):
-        values = [row["bytes"] / 2**20 for row in reversed(rows)]
-        colours = ["#555" if row["label"] == "baseline" else "#2a9d8f" for row in reversed(rows)]
-        axes.barh([row["label"] for row in reversed(rows)], values, color=colours, height=0.66)
-        for place, value in enumerate(values):
-            axes.text(value, place, f" {value:,.1f}", va="center", fontsize=9)
-        axes.set_xlim(0, max(values, default=1) * 1.18)
-        axes.set_xlabel("peak tensor memory (MiB)")
-        axes.set_title(title, loc="left")
-    return figure
-
-
 def finite(value: Any) -> float | None:
     """A table's cell as a finite number, or None."""
     try:

@@ -87,6 +87,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no JSON value: {value!r}")
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, as hex digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def canonical_json(value: Any) -> str:
     """The one JSON text of `value` (sorted keys, no spaces), fit for hashing and for a command line."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False, default=_plain)

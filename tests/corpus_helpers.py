@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from lmperf.corpus.token_shards import file_sha256
-from lmperf.records import write_json
+from lmperf.records import file_sha256, write_json
 
 WORDS = "the of and to in that is was he for it with as his on be at by had not are but from or have an they".split()
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import pyarrow as pa
 
-from lmperf.corpus.token_shards import file_sha256
-from lmperf.records import InputError, read_json
+from lmperf.records import InputError, file_sha256, read_json
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from lmperf.corpus.cleaning import DECLARED
 from lmperf.corpus.merging import Merger, Tally
 from lmperf.corpus.sources import check_sources
 from lmperf.corpus.walking import Walk, walk
-from lmperf.corpus.writing import ShardWriter, file_sha256
-from lmperf.records import SCHEMA_VERSION, CheckFailed, InputError, atomic_write, read_json, write_json
+from lmperf.corpus.writing import ShardWriter
+from lmperf.records import SCHEMA_VERSION, CheckFailed, InputError, atomic_write, file_sha256, read_json, write_json
 
 log = logging.getLogger(__name__)
 

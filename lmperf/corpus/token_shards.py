@@ -11,18 +11,14 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow as pa
 
+from lmperf.records import file_sha256
+
 SHARD_BYTES = 64 << 20  # of tokens: what the writer holds in memory for one split
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest type that holds every id of a vocabulary: uint16 up to 65,536 ids, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hex digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def file_stem(split: str) -> str:

@@ -13,6 +13,8 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from lmperf.records import file_sha256
+
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1 << 14
 PORTION = 1 << 22  # a multiple of the page size
@@ -172,9 +174,3 @@ class ShardWriter:
 def _fixed_width(data: bytes, rows: int) -> pa.StringArray:
     offsets = np.arange(rows + 1, dtype=np.int32) * np.int32(len(data) // rows)
     return pa.StringArray.from_buffers(rows, pa.py_buffer(offsets), pa.py_buffer(data))
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
