@@ -17,9 +17,10 @@ from typing import Any
 
 import jinja2
 
+from lmperf.cards import with_cards
+from lmperf.quantities import show_ratio
 from lmperf.records import SCHEMA_VERSION, InputError, atomic_write, canonical_json, read_json, write_json
 from lmperf.tables import read_csv
-from lmperf.views import show_ratio
 
 CONTENT = ("sessions/*.jsonl", "quality/*.json", "tables/*.csv", "tables/*.json", "results.parquet", "profile/*.json")
 NEEDED = ("tables/results.csv", "tables/machine.json")
@@ -189,4 +190,4 @@ def page(machines: Sequence[Machine], table: Sequence[Mapping[str, Any]]) -> str
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     made.filters["ratio"] = show_ratio
-    return made.get_template("merged.html.j2").render(machines=machines, table=table)
+    return with_cards(made.get_template("merged.html.j2").render(machines=machines, table=table))

@@ -31,7 +31,7 @@ COLOURS = {
     "not measured": "#8a8f98",
 }
 LINES = ("#20639b", "#d1495b", "#2a9d8f", "#e09f3e", "#6d597a", "#3d405b", "#8ab17d", "#bc6c25", "#577590", "#9b2226")
-MARKERS = "osD^vPX*<>"
+MARKERS = "osD^vPX*<>h"  # one more than colours, so that the pairs do not repeat
 STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "lmperf",
@@ -146,15 +146,27 @@ def warmup(curve_s: Sequence[float], steady_s: float | None) -> Figure:
     return figure
 
 
+def line_style(number: int) -> dict[str, Any]:
+    """Colour, marker and dashes of the line with this number: no two of the first hundred are alike."""
+    dashes = ("-", "--", ":")[number // len(LINES) % 3]
+    return {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)], "linestyle": dashes}
+
+
+def _legend_below(figure: Figure, lines: int) -> None:
+    """A legend of two columns under the axes, for which the figure grows: it never covers or squeezes them."""
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(lines / 2))
+    figure.legend(loc="outside lower center", ncols=2)
+
+
 def sweep(
     series: Mapping[str, Sequence[tuple[float, float]]], ylabel: str, title: str, labels: Mapping[str, str]
 ) -> Figure:
     """Time or memory against length on log axes, one line a variant; `labels` add the fitted exponent."""
-    figure, axes = _canvas(3.5)
+    figure, axes = _canvas(3.1)
     with plt.rc_context(STYLE):
         for number, (name, points) in enumerate(series.items()):
-            style = {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)]}
-            axes.plot(*zip(*points, strict=True), label=labels.get(name, name), markersize=4.5, linewidth=1.4, **style)
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, label=labels.get(name, name), markersize=4.5, linewidth=1.4, **line_style(number))
         lengths = sorted({x for points in series.values() for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -164,24 +176,24 @@ def sweep(
         axes.set_ylabel(ylabel)
         axes.set_title(title, loc="left")
         axes.grid(color="#e3e6ea", linewidth=0.7)
-        figure.legend(loc="outside lower center", ncols=2)
+        _legend_below(figure, len(series))
     return figure
 
 
 def curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     """Validation loss in bits per byte against tokens, one line a recipe (median over seeds)."""
-    figure, axes = _canvas(3.6)
+    figure, axes = _canvas(3.1)
     with plt.rc_context(STYLE):
         for number, (name, points) in enumerate(series.items()):
-            width = 2.4 if name == "baseline" else 1.2
-            line = {"color": "#222" if name == "baseline" else LINES[number % len(LINES)], "linewidth": width}
-            axes.plot(*zip(*points, strict=True), label=name, **line)
+            own = {"color": "#222", "linewidth": 2.4} if name == "baseline" else {"linewidth": 1.2}
+            style = {**line_style(number), "marker": None, **own}
+            axes.plot(*zip(*points, strict=True), label=name, **style)
         axes.set_xlabel("training tokens")
         axes.set_ylabel("validation loss (bits per byte)")
         axes.set_title("Quality runs, median over seeds", loc="left")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e3:g} k"))
         axes.grid(color="#e3e6ea", linewidth=0.7)
-        figure.legend(loc="outside lower center", ncols=2)
+        _legend_below(figure, len(series))
     return figure
 
 
@@ -204,10 +216,17 @@ def ladder(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def finite(value: Any) -> float | None:
-    """A table's cell as a finite number, or None."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
+def loss_scales(series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Loss scale by training step, one line a recipe that has a scaler (median over seeds), on a log axis."""
+    figure, axes = _canvas(2.8)
+    with plt.rc_context(STYLE):
+        for number, (name, points) in enumerate(series.items()):
+            line = {"color": LINES[number % len(LINES)], "linestyle": ("-", "--", ":", "-.")[number % 4]}
+            axes.plot(*zip(*points, strict=True), label=name, drawstyle="steps-post", linewidth=1.6, **line)
+        axes.set_yscale("log", base=2)
+        axes.set_xlabel("training step")
+        axes.set_ylabel("loss scale")
+        axes.set_title("Loss scale, median over seeds", loc="left")
+        axes.grid(color="#e3e6ea", linewidth=0.7)
+        _legend_below(figure, len(series))
+    return figure

@@ -57,7 +57,7 @@ def make_plan(config: Config) -> Plan:
             "smallest_effect": config.measure.smallest_effect,
             "config_hash": digest({name: to_json(spec) for name, spec in sessions.items()}),
             "sessions": sorted(sessions),
-            "code": stage_code("comparing.py"),
+            "code": stage_code("comparing.py", "sweeps.py"),
         },
         ablate=ablate_spec(config, quality),
         report=report_spec(config, sessions),

@@ -10,10 +10,12 @@ from typing import Any
 
 import jinja2
 
-from lmperf import figures, views
+from lmperf import figures, quantities, sweepviews, views
+from lmperf.cards import with_cards
 from lmperf.eventfiles import write_event_files
-from lmperf.figures import finite
-from lmperf.records import atomic_write, read_json
+from lmperf.precision_tables import scale_lines
+from lmperf.quantities import finite
+from lmperf.records import atomic_write
 from lmperf.tables import read_csv
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -25,11 +27,11 @@ def write_report(spec: Mapping[str, Any], data: Path, reports: Path) -> Path:
     results = read_csv(tables / "results.csv")
     quality_runs = views.read_quality_runs(reports / "quality")
     context = views.page(spec, data, reports, results)
-    context["figures"] = draw(results, context, quality_runs, tables, reports)
+    context["figures"] = draw(context, quality_runs, reports)
     write_event_files(quality_runs, reports / "tensorboard")
     page = reports / "index.html"
     with atomic_write(page) as stream:
-        stream.write(environment().get_template("report.html.j2").render(**context))
+        stream.write(with_cards(environment().get_template("report.html.j2").render(**context)))
     return page
 
 
@@ -43,12 +45,13 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
-        "ratio": views.show_ratio,
-        "quantity": views.show_quantity,
-        "percent": views.show_percent,
-        "bytes": views.show_bytes,
-        "count": views.show_count,
-        "short": views.show_short,
+        "ratio": quantities.show_ratio,
+        "quantity": quantities.show_quantity,
+        "percent": quantities.show_percent,
+        "bytes": quantities.show_bytes,
+        "count": quantities.show_count,
+        "short": quantities.show_short,
+        "fixed": quantities.show_fixed,
         "slug": slug,
     }
     return made
@@ -60,12 +63,11 @@ def slug(text: str) -> str:
 
 
 def draw(
-    results: Sequence[Mapping[str, Any]], context: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], tables: Path,
-    reports: Path,
+    context: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], reports: Path
 ) -> dict[str, str]:  # fmt: skip
     """Draw every figure for which there is data; returns name → data URI, the SVG files lie in reports/figures."""
     folder = reports / "figures"
-    wanted = dict(_drawn(results, context, runs, tables, read_json(reports / "profile" / "profile.json")))
+    wanted = dict(_drawn(context, runs))
     for old in folder.glob("*.svg"):
         if old.stem not in wanted:
             old.unlink()
@@ -73,8 +75,7 @@ def draw(
 
 
 def _drawn(
-    results: Sequence[Mapping[str, Any]], context: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], tables: Path,
-    profile: Mapping[str, Any],
+    context: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]
 ) -> Iterable[tuple[str, Any]]:  # fmt: skip
     overview = views.forest_rows(context["summary"])
     if overview:
@@ -83,31 +84,35 @@ def _drawn(
         rows = views.forest_rows(section["rows"])
         if rows:
             yield f"axis-{slug(section['name'])}", figures.forest(rows, section["title"])
-    hotspots = read_csv(tables / "hotspots.csv")
-    if hotspots:
-        yield "hotspots", figures.hotspots(hotspots)
+    if context["hotspots"]:
+        yield "hotspots", figures.hotspots(context["hotspots"])
+    profile = context["profile"]
     curve = (profile.get("warmup") or {}).get("curve_s")
     if curve:
         yield "warmup", figures.warmup(curve, finite(profile.get("step_s")))
-    yield from _sweeps(results)
+    yield from _sweeps(context)
     lines = views.median_curves(runs)
     if lines:
         yield "quality", figures.curves(lines)
+    lines = scale_lines(runs)
+    if lines:
+        yield "loss-scale", figures.loss_scales(lines)
     steps = views.ladder_rows(context["results"], context["stack"])
     if len(steps) > 1:
         yield "ladder", figures.ladder(steps)
 
 
-def _sweeps(results: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Any]]:
-    for metric, ylabel, what in (
-        ("step_time_s", "time of one call (s)", "time"),
-        ("peak_memory_bytes", "peak tensor memory (MiB)", "memory"),
-    ):
-        series = views.sweep_series(results, metric, scale=2**-20 if metric == "peak_memory_bytes" else 1.0)
-        if any(len(points) > 1 for points in series.values()):
-            labels = {name: views.exponent_label(name, points) for name, points in series.items()}
-            title = f"Attention, forward and backward: {what} by length"
-            yield f"attention-{what}", figures.sweep(series, ylabel, title, labels)
+def _sweeps(context: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Time and memory by length of each attention session's first sweep."""
+    for section in context["sections"]:
+        for sweep in section["sweeps"][:1]:
+            for metric, ylabel in sweepviews.AXIS_LABELS.items():
+                lines = sweepviews.series(context["attention"], sweep, metric)
+                if any(len(points) > 1 for points in lines.values()):
+                    what = sweepviews.NAMES[metric]
+                    title = f"Attention, {sweep['what']}: {what} by length"
+                    figure = figures.sweep(lines, ylabel, title, sweepviews.labels(sweep, metric))
+                    yield f"sweep-{slug(section['name'])}-{what}", figure
 
 
 def data_uri(path: Path) -> str:

@@ -111,6 +111,8 @@ def train(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress
 def compare(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Turn sessions into the results table."""
     from lmperf.comparing import compare
+    from lmperf.sweeps import write_attention
+    from lmperf.tables import records
 
     files = [reports / "sessions" / f"{name}.jsonl" for name in spec["sessions"]]
     table = compare(
@@ -120,6 +122,7 @@ def compare(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
         config_hash=spec["config_hash"],
         smallest_effect=spec["smallest_effect"],
     )
+    write_attention(files, records(table), reports / "tables", smallest_effect=spec["smallest_effect"])
     progress(f"{len(table)} rows from {len(files)} sessions")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from lmperf.planning import Plan
 from lmperf.records import canonical_json, digest, to_json, write_json
 
+RESULTS = ("results.csv", "attention.csv")
 TABLES = ("quality.csv", "ablation.csv", "ladder.csv", "claims.csv")
 
 
@@ -43,7 +44,7 @@ def steps(plan: Plan) -> Iterator[Step]:
     runs = {name: f"{reports}/quality/{name}.json" for name in plan.quality}
     for name, run in plan.quality.items():
         yield Step(f"train {name}", "train", to_json(run), (tokens,), (runs[name],), parallel=True)
-    results = (f"{reports}/results.parquet", f"{reports}/tables/results.csv")
+    results = (f"{reports}/results.parquet", *(f"{reports}/tables/{name}" for name in RESULTS))
     yield Step("compare", "compare", plan.compare, tuple(sessions.values()), results)
     tables = tuple(f"{reports}/tables/{name}" for name in TABLES)
     yield Step("ablate", "ablate", plan.ablate, (results[0], profiled[0], *runs.values()), tables)

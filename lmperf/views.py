@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lmperf import __version__
 from lmperf.catalogue import AXES, Entry, catalogue
-from lmperf.figures import finite
+from lmperf.feeding import loader_lines
+from lmperf.quantities import finite
 from lmperf.records import InputError, read_json
-from lmperf.scaling import growth_exponent
+from lmperf.sweepviews import sweep_sections
 from lmperf.tables import read_csv
 
 Row = Mapping[str, Any]
@@ -38,6 +40,7 @@ METRICS = {
     "model_bytes": "model size",
     "bytes_on_wire": "bytes on the wire",
     "wait_share": "waiting share",
+    "cold_batch_s": "first batch, cold cache",
 }
 
 
@@ -48,6 +51,7 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
     quality = read_csv(tables / "quality.csv")
     rows = [arm_row(group, quality, entries) for group in cells(results)]
     machine = read_json(tables / "machine.json")
+    attention = read_csv(tables / "attention.csv")
     return {
         "title": spec["title"],
         "version": __version__,
@@ -55,7 +59,8 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
         "results": results,
         "rounds": sorted({int(r["rounds"]) for r in results if r["rounds"]}),
         "summary": ranked([row for row in rows if row["workload"] == "training_step" and row["axis"] != "stack"]),
-        "sections": sections(rows),
+        "sections": sections(rows, results, attention, entries),
+        "attention": attention,
         "failures": [row for row in results if row["status"] != "ok" and row["metric"] in ("step_time_s", None, "")],
         "controls": [row for row in results if row["variant"] == "baseline_prime" and row["metric"] == "step_time_s"],
         "quality": [row for row in quality if row["metric"] in QUALITY_SHOWN],
@@ -75,6 +80,7 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
 
 
 QUALITY_SHOWN = ("bits_per_byte",)
+FOREST_ROWS = 40  # of one session: more are too long a figure
 
 
 def optional_json(path: Path) -> Any:
@@ -121,7 +127,7 @@ def arm_row(group: Sequence[Row], quality: Sequence[Row], entries: Mapping[str, 
         "speedup_low": 1 / high if high else None,
         "speedup_high": 1 / low if low else None,
         "others": [
-            by_metric[name] | {"label": label}
+            by_metric[name] | {"label": label, "unit": "share" if name.endswith("_share") else by_metric[name]["unit"]}
             for name, label in METRICS.items()
             if name in by_metric and name != "step_time_s"
         ],
@@ -153,60 +159,44 @@ def ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["speedup"] is None, -(row["speedup"] or 0)))
 
 
-def sections(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One section per session, in the axes' order."""
-    order = [*AXES, "stack"]
-    names = list(dict.fromkeys(row["session"] for row in rows))
+def sections(
+    rows: Sequence[dict[str, Any]], results: Sequence[Row], attention: Sequence[Row], entries: Mapping[str, Entry]
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One section per session, in the axes' order, with its sweeps (attention) or its loaders (data loading)."""
+    order = {axis: place for place, axis in enumerate((*AXES, "stack"))}
+    sweeps = sweep_sections(attention)
+    loader = next((entry.name for entry in entries.values() if entry.axis == "dataloader" and entry.baseline), "")
     made = []
-    for name in sorted(names, key=lambda n: order.index(axis) if (axis := n.partition(".")[0]) in order else 99):
+    for name in dict.fromkeys(row["session"] for row in rows):
         mine = [row for row in rows if row["session"] == name]
         axis, workload = mine[0]["axis"], mine[0]["workload"]
         title = f"{AXIS_TITLES.get(axis, axis)}: {workload.replace('_', ' ')}"
-        made.append(
-            {"name": name, "title": title, "axis": axis, "rows": mine, "shapes": len({r["shape"] for r in mine})}
-        )
-    return made
+        found = {"name": name, "title": title, "axis": axis, "workload": workload, "rows": mine}
+        loaders = loader_lines(results, name, loader) if axis == "dataloader" else []
+        made.append({**found, "sweeps": sweeps.get(name, []), "loaders": loaders})
+    return sorted(made, key=lambda section: order.get(section["axis"], len(order)))
 
 
 def forest_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows of the forest figure: those with a number."""
-    several = len({(row["session"], row["shape"]) for row in rows}) > 1
-    axes = len({row["axis"] for row in rows}) > 1
+    """Rows of the forest figure: those with a number; of a session with too many, those at its largest shape."""
+    kept = [row for row in rows if row["speedup"]]
+    shapes = list(dict.fromkeys(row["shape"] or "" for row in kept))
+    axes = len({row["axis"] for row in kept}) > 1
+    if len(kept) > FOREST_ROWS and len(shapes) > 1 and not axes:
+        kept = [row for row in kept if (row["shape"] or "") == shapes[-1]]
+    short = short_shapes(shapes)
     made = []
-    for row in rows:
-        if row["speedup"]:
-            label = f"{row['axis']}/{row['variant']}" if axes else row["variant"]
-            label += f"  {row['shape']}" if several and not axes else ""
-            made.append({"label": label.replace("axis/", ""), "speedup": row["speedup"], "low": row["speedup_low"],
-                         "high": row["speedup_high"], "verdict": row["verdict"],
-                         "floor": finite(row["noise_floor"])})  # fmt: skip
+    for row in kept:
+        label = f"{row['axis']}/{row['variant']}" if axes else f"{row['variant']}  {short[row['shape'] or '']}".strip()
+        made.append({"label": label, "speedup": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
+                     "verdict": row["verdict"], "floor": finite(row["noise_floor"])})  # fmt: skip
     return made
 
 
-def sweep_series(results: Sequence[Row], metric: str, scale: float) -> dict[str, list[tuple[float, float]]]:
-    """Length → value for each variant of the attention operator session, at the head size measured most often."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in results:
-        if row["axis"] == "attention" and row["workload"] == "operator_forward_backward" and row["metric"] == metric:
-            params = dict(part.split("=", 1) for part in row["shape"].split() if "=" in part)
-            value = finite(row["value"])
-            if (
-                value
-                and "length" in params
-                and row["variant"] != "baseline_prime"
-                and params.get("head_dim", "64") == "64"
-            ):
-                name = "naive (baseline)" if row["variant"] == "baseline" else row["variant"]
-                points.setdefault(name, []).append((float(params["length"]), value * scale))
-    return {name: sorted(values) for name, values in points.items()}
-
-
-def exponent_label(name: str, points: Sequence[tuple[float, float]]) -> str:
-    """A line's legend: the name, with the fitted growth exponent where three lengths or more allow one."""
-    if len(points) < 3:
-        return name
-    fit = growth_exponent([x for x, _ in points], [y for _, y in points])
-    return f"{name}: ∝ T^{fit.exponent:.2f}" if fit is not None else name
+def short_shapes(shapes: Sequence[str]) -> dict[str, str]:
+    """Each shape without the parts that all of them share."""
+    shared = set.intersection(*(set(shape.split()) for shape in shapes)) if shapes else set()
+    return {shape: " ".join(part for part in shape.split() if part not in shared) for shape in shapes}
 
 
 def read_quality_runs(folder: Path) -> list[dict[str, Any]]:
@@ -266,7 +256,7 @@ def corpus(data: Path) -> dict[str, Any]:
 
 
 def session_facts(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Each session's header in brief: rounds, arms, cells, environment, machine."""
+    """Each session's header in brief: rounds, arms, threads, and on which node of which type it ran."""
     facts = []
     for name in names:
         with (folder / f"{name}.jsonl").open(encoding="utf-8") as stream:
@@ -276,59 +266,20 @@ def session_facts(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
                 raise InputError(f"{folder / name}.jsonl: its first line is not valid JSON") from None
         spec = header["spec"]
         facts.append({"name": name, "rounds": spec["rounds"], "arms": len(spec["arms"]), "threads": spec["threads"],
-                      "fingerprint": header["fingerprint"], "seed": spec["seed"], "environment": spec["environment"],
-                      "device": spec["device"]})  # fmt: skip
+                      "fingerprint": header["fingerprint"], "seed": spec["seed"], "device": spec["device"],
+                      "node": header.get("node"), **node_type(header)})  # fmt: skip
     return facts
 
 
-def show_ratio(value: Any, digits: int = 3) -> str:
-    """1.234 as "1.23×"; nothing as a dash."""
-    number = finite(value)
-    return "–" if number is None else f"{number:.{digits}g}×" if number < 100 else f"{number:,.0f}×"
-
-
-def show_short(value: Any) -> str:
-    """A table's text: numbers to four digits, nothing as a dash, other text as it is."""
-    number = finite(value)
-    return str(value or "–") if number is None else f"{number:.4g}"
-
-
-def show_percent(value: Any, digits: int = 1) -> str:
-    """0.0123 as "1.2 %"."""
-    number = finite(value)
-    return "–" if number is None else f"{100 * number:.{digits}f} %"
-
-
-def show_bytes(value: Any) -> str:
-    """Bytes in the binary unit that reads best."""
-    number = finite(value)
-    if number is None:
-        return "–"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024 or unit == "GiB":
-            return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.1f} {unit}"
-        number /= 1024
-    return "–"
-
-
-def show_count(value: Any) -> str:
-    """A whole number with separators."""
-    number = finite(value)
-    return "–" if number is None else f"{number:,.0f}"
-
-
-def show_quantity(value: Any, unit: str | None) -> str:
-    """A value in a readable multiple of its unit: seconds, bytes, rates."""
-    number = finite(value)
-    if number is None:
-        return "–"
-    if unit == "bytes":
-        return show_bytes(number)
-    if unit == "s":
-        for scale, name in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-            if number * scale >= 1 or name == "µs":
-                return f"{number * scale:.3g} {name}"
-    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= scale and unit:
-            return f"{number / scale:.3g} {prefix}{unit}"
-    return f"{number:.3g} {unit or ''}".strip()
+def node_type(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of node that a session's header records: processor, instruction sets, memory, GPUs with their count."""
+    machine = header.get("provenance", {}).get("machine") or {}
+    cpu = machine.get("cpu") or {}
+    gpus = Counter((gpu["name"], gpu.get("memory_bytes")) for gpu in machine.get("gpus") or ())
+    return {
+        "cpu": cpu.get("model"),
+        "cores": cpu.get("cores") or cpu.get("threads"),
+        "instruction_sets": cpu.get("instruction_sets") or [],
+        "memory_bytes": machine.get("memory_bytes"),
+        "gpus": [{"name": name, "memory_bytes": size, "count": count} for (name, size), count in gpus.items()],
+    }

@@ -11,10 +11,11 @@ from typing import Any
 from lmperf.config import Config, parse
 from lmperf.planning import Plan, device, make_plan, threads
 from lmperf.records import InputError, canonical_json, to_json
-from lmperf.steps import PROFILE_OUTPUTS, TABLES
+from lmperf.steps import PROFILE_OUTPUTS, RESULTS, TABLES
 
 __all__ = [
     "PROFILE_OUTPUTS",
+    "RESULTS",
     "TABLES",
     "arguments_of",
     "cluster_resources",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -107,3 +109,45 @@ def write_quality(folder: Path, runs: Sequence[Mapping[str, Any]]) -> list[Path]
         path.write_text(json.dumps(run), encoding="utf-8")
         paths.append(path)
     return paths
+
+
+def swept_session(
+    path: Path,
+    costs: Mapping[str, Callable[[int], float]],
+    memory: Mapping[str, Callable[[int], float]],
+    *,
+    lengths: Sequence[int] = (128, 256, 512, 1024, 2048),
+    head_dims: Sequence[int] = (64,),
+    workload: str = "operator_forward_backward",
+    noise: float = 0.003,
+    failing: Mapping[str, str] = MappingProxyType({}),
+    change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = lambda lines: lines,
+) -> Path:
+    """Write an attention operator session: seconds and bytes of each arm by length; `failing`: arm to its status."""
+    arms = [name for name in {**costs, **failing} if name != "baseline"]
+    cells = tuple(
+        Cell(f"length={n} head_dim={d}", {"length": n, "head_dim": d}, n * d) for d in head_dims for n in lengths
+    )
+    spec = replace(session_spec(arms, f"attention.{workload}"), cells=cells)
+    rng = np.random.default_rng(5)
+    samples = []
+    for number in range(1, spec.rounds + 1):
+        for cell in cells:
+            for arm in spec.arms:
+                if arm.name in failing:
+                    samples.append(Sample(arm.name, cell.label, number, failing[arm.name], "no such device", "build"))
+                    continue
+                cost = costs[arm.name.removesuffix("_prime")](cell.params["length"])
+                metrics = {"step_time_s": Metric("s", cost * float(np.exp(rng.normal(0, noise))))}
+                metrics["mfu"] = Metric("share", 0.4)
+                samples.append(Sample(arm.name, cell.label, number, metrics=metrics))
+
+    def weigh(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        by_label = {cell.label: cell.params["length"] for cell in cells}
+        for line in lines:
+            if line["kind"] == "memory":
+                size = memory[line["arm"]](by_label[line["cell"]])
+                line["metrics"] = {"peak_memory_bytes": {"unit": "bytes", "value": size, "blocks": []}}
+        return change(lines)
+
+    return write_session(path, spec, samples, dict.fromkeys(memory, 0.0), change=weigh)

@@ -4,9 +4,9 @@ import html.parser
 import json
 
 import pytest
-from session_files import quality_run, session_spec, timed, write_session
+from session_files import quality_run, session_spec, swept_session, timed, write_session
 
-from lmperf import figures, views
+from lmperf import figures, quantities, views
 from lmperf.records import Sample, write_json
 from lmperf.reporting import write_report
 from lmperf.stages import ablate, compare
@@ -27,6 +27,13 @@ PROFILE = {
 }  # fmt: skip
 
 
+def on_a_cluster(lines):
+    """A session's lines with what its header holds when it ran on a node with two GPUs."""
+    gpus = [{"name": "GPU-1", "memory_bytes": 2**30}] * 2
+    lines[0] |= {"node": "ab12cd34", "provenance": {"machine": {**MACHINE["machine"], "gpus": gpus}}}
+    return lines
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A whole reports folder made from made-up sessions and quality runs."""
@@ -35,7 +42,8 @@ def report(tmp_path_factory):
     write_json(data / "raw" / "manifest.json", {"sources": [{"name": "mine", "domain": "english", "licence": EVIL,
                "status": "ok", "reason": None, "reproducible": True}]})  # fmt: skip
     write_json(data / "shards" / "manifest.json", {"sources": [{"name": "mine", "documents": 3, "bytes": 10,
-               "quarantined_bytes": 0, "duplicates": 0}], "totals": {"documents": 3, "bytes": 10}, "shards": [{}],
+               "quarantined_bytes": 0, "duplicates": 0}], "totals": {"documents": 3, "bytes": 10},
+               "shards": [{}, {"reused": True}],
                "reproducible": True})  # fmt: skip
     write_json(data / "tokens" / "manifest.json", {"vocab_size": 300, "dtype": "uint16", "engine": "tokenizers",
                "splits": {"train": {"tokens": 5, "bytes": 10}}})  # fmt: skip
@@ -47,12 +55,16 @@ def report(tmp_path_factory):
     write_session(
         reports / "sessions" / "attention.training_step.jsonl", spec, samples, {"baseline": 100.0, "window": 50.0}
     )
+    costs = {name: (lambda n, f=f: f * n) for f, name in enumerate(("baseline", "sdpa_flash", "chunked"), 1)}
+    swept = reports / "sessions" / "attention.operator_forward_backward.jsonl"
+    swept_session(swept, costs, costs, change=on_a_cluster)
     for seed in range(3):
         for recipe, final in (("baseline", 2.0), ("attention/window", 2.1)):
             run = quality_run(recipe, seed, final)
             write_json(reports / "quality" / f"{run['spec']['run'].replace('/', '-')}.json", run)
     config = {"plugins": [], "ablation": {"stack": []}, "model": {}, "training": {}, "quality": {}}
-    common = {"sessions": ["attention.training_step"], "smallest_effect": 0.02, "config_hash": "c", "config": config}
+    sessions = ["attention.training_step", "attention.operator_forward_backward"]
+    common = {"sessions": sessions, "smallest_effect": 0.02, "config_hash": "c", "config": config}
     names = sorted(path.stem for path in (reports / "quality").glob("*.json"))
     compare(common, data, reports, str)
     ablate({**common, "quality": names, "stack": [], "interactions": []}, data, reports, str)
@@ -84,7 +96,7 @@ def test_the_page_is_self_contained_and_escaped(report):
 
 
 def test_numbers_stand_with_interval_n_and_verdict(report):
-    rows = {row["variant"]: row for row in views.cells_as_rows(report)}
+    rows = {row["variant"]: row for row in views.cells_as_rows(report) if row["workload"] == "training_step"}
     assert rows["sdpa_flash"]["speedup"] == pytest.approx(2.0, rel=0.02)
     assert rows["sdpa_flash"]["speedup_low"] < 2 < rows["sdpa_flash"]["speedup_high"] * 1.02
     assert (rows["sdpa_flash"]["verdict"], rows["window"]["verdict"]) == ("faster", "slower")
@@ -96,6 +108,7 @@ def test_numbers_stand_with_interval_n_and_verdict(report):
 def test_figures_and_event_files_exist(report):
     names = {path.stem for path in (report / "figures").glob("*.svg")}
     assert {"overview", "warmup", "quality", "axis-attention-training-step"} <= names
+    assert {f"sweep-attention-operator-forward-backward-{what}" for what in ("time", "memory")} <= names
     assert len(list((report / "tensorboard").rglob("events.out.*"))) == 6
 
 
@@ -119,7 +132,56 @@ def test_equal_data_gives_equal_figures(tmp_path):
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [(0.0123, "s", "12.3 ms"), (2.5, "s", "2.5 s"), (None, "s", "–"), (3 * 2**20, "bytes", "3.0 MiB"),
-     (float("nan"), "s", "–"), (12_345.0, "tokens/s", "12.3 ktokens/s"), (2e12, "FLOP/s", "2 TFLOP/s"), ("", "s", "–")],
+     (float("nan"), "s", "–"), (12_345.0, "tokens/s", "12.3 ktokens/s"), (2e12, "FLOP/s", "2 TFLOP/s"), ("", "s", "–"),
+     (0.9996e-3, "s", "1 ms"), (0.034, "share", "3.4 %")],
 )  # fmt: skip
 def test_quantities_read_well(value, unit, text):
-    assert views.show_quantity(value, unit) == text
+    assert quantities.show_quantity(value, unit) == text
+
+
+def test_every_cell_of_the_page_has_a_heading_for_its_card(report):
+    text = (report / "index.html").read_text(encoding="utf-8")
+    assert text.count("<td") == text.count("<td data-label=") > 100
+
+
+def test_the_page_says_where_each_session_ran_and_what_was_reused(report):
+    text = (report / "index.html").read_text(encoding="utf-8")
+    assert "2 × GPU-1 (1.0 GiB)" in text
+    assert "ab12cd34" in text
+    assert "not recorded" in text  # the other session's header names no machine
+    assert "no delta is formed across" in text
+    assert "1 of 2 shards taken over unchanged from the run before" in text
+
+
+def test_the_attention_sweep_stands_on_the_page(report):
+    text = (report / "index.html").read_text(encoding="utf-8")
+    for expected in ("Growth with length", "No pair crosses in the measured range", "memory ÷ sdpa_flash", "1.5×"):
+        assert expected in text
+
+
+def arm(variant, shape, **changes):
+    """A line of a comparison table, as far as the forest figure reads it."""
+    base = {"axis": "attention", "speedup": 1.0, "speedup_low": None, "speedup_high": None, "verdict": "same"}
+    return {**base, "variant": variant, "shape": shape, "noise_floor": None, **changes}
+
+
+def test_a_forest_names_only_what_differs_and_stays_readable():
+    shapes = [f"length={n} heads=4" for n in (128, 256)]
+    rows = [arm("a", shape) for shape in shapes] + [arm("b", shapes[0], speedup=None)]
+    assert [row["label"] for row in views.forest_rows(rows)] == ["a  length=128", "a  length=256"]
+    many = [arm(f"v{n}", shape) for shape in shapes for n in range(30)]
+    assert [row["label"] for row in views.forest_rows(many)][:2] == ["v0  length=256", "v1  length=256"]
+    assert views.forest_rows([arm("a", "x"), arm("b", "x", axis="norm")])[1]["label"] == "norm/b"
+
+
+def test_many_lines_stay_distinct_and_clear_of_their_legend():
+    styles = [tuple(figures.line_style(number).values()) for number in range(60)]
+    assert len(set(styles)) == 60
+    names = [f"a variant with a long name {n}" for n in range(17)]
+    figure = figures.sweep({name: [(128, 1.0), (256, 2.0)] for name in names}, "s", "t", {})
+    figure.canvas.draw()
+    legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
+    assert legend.y1 < axes.y0
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1
+    assert axes.height > 0.35 * figure.get_figheight() * figure.dpi

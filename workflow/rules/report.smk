@@ -3,7 +3,7 @@ rule compare:
         expand(f"{REPORTS}/sessions/{{session}}.jsonl", session=PLAN.sessions),
     output:
         f"{REPORTS}/results.parquet",
-        f"{REPORTS}/tables/results.csv",
+        expand(f"{REPORTS}/tables/{{name}}", name=lab.RESULTS),
     log:
         f"{REPORTS}/logs/compare.log",
     conda:
@@ -38,7 +38,7 @@ rule ablate:
 rule report:
     input:
         f"{REPORTS}/results.parquet",
-        f"{REPORTS}/tables/results.csv",
+        expand(f"{REPORTS}/tables/{{name}}", name=lab.RESULTS),
         expand(f"{REPORTS}/tables/{{name}}", name=lab.TABLES),
         expand(f"{REPORTS}/{{name}}", name=lab.PROFILE_OUTPUTS),
         f"{DATA}/shards/manifest.json",
