@@ -231,10 +231,16 @@ def status(config: ConfigFiles = None, set_: Overrides = None, as_json: AsJson =
 
 @app.command()
 def plan(config: ConfigFiles = None, set_: Overrides = None, as_json: AsJson = False) -> None:
-    """Sessions, quality runs, rounds, what the design can detect, predicted duration.  Example: lmperf plan --json"""
-    from lmperf.forecast import forecast, forecast_lines
+    """Sessions, quality runs, rounds, what the design can detect, predicted duration.  Example: lmperf plan --json
 
-    outlook = forecast(plan_of(config, set_))
+    It times a few training steps first, which takes about ten seconds.
+    """
+    from lmperf.forecast import forecast, forecast_lines
+    from lmperf.planning import threads
+    from lmperf.probing import probe
+
+    plan = plan_of(config, set_)
+    outlook = forecast(plan, probe(plan, threads(plan.config)))
     print(json.dumps(outlook, indent=1) if as_json else "\n".join(forecast_lines(outlook)))
 
 

@@ -1,19 +1,21 @@
 """How long a plan will take and what its design can detect, before anything runs (no torch).
 
 A process sample costs a start (fork, build, check), the warm-up and the blocks; a block is as long as configured or as
-one step, whichever is longer.  Step times come from the step's FLOPs and a short matmul probe on this machine; the
-constants are seconds, fitted to whole runs.
+one step, whichever is longer.  Step times come from training steps timed here a moment ago (`probing.probe`) and, at
+other sizes, from the step's FLOPs; the constants are seconds, fitted to whole runs.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from lmperf.planning import Plan, minimum_rounds
-from lmperf.records import ModelShape, QualitySpec, SessionSpec
+from lmperf.design import minimum_rounds
+from lmperf.planning import Plan, threads
+from lmperf.probing import Probe
+from lmperf.records import ModelShape, QualitySpec, SessionSpec, from_json
 
 #: Seconds of a process sample beside warm-up and blocks, by workload.
 SAMPLE_OVERHEAD_S = {
@@ -29,8 +31,9 @@ SAMPLE_OVERHEAD_S = {
 }
 #: Extra seconds of one sample for variants that compile or prepare files.
 EXTRA_S = {"compile": 6.0, "small_files": 1.0, "flex": 8.0, "static_compiled": 12.0}
-JOB_S = 2.5  # starting one job: Snakemake, Python, torch
-SESSION_START_S = 3.0  # a fork server with torch imported, provenance, memory samples aside
+JOB_S = 1.2  # of a job beside the start of Python with torch: Snakemake's shell, the command line, the file written
+SESSION_START_S = 3.0  # provenance, a fork server with torch imported; memory samples aside
+QUALITY_START_S = 1.0  # of a quality run beside the start: tokens mapped, the model built, the outcome written
 STAGES_S = {
     "fetch-corpus": 12.0,
     "ingest": 6.0,
@@ -40,22 +43,7 @@ STAGES_S = {
     "ablate": 6.0,
     "report": 15.0,
 }
-STEP_EFFICIENCY = 0.30  # share of the probe's matmul rate that a small training step reaches
-PROBE_N = 768
-
-
-def matmul_rate(seconds: float = 0.3) -> float:
-    """FLOP/s of a float32 matmul in numpy on this machine, the best of repeated calls within `seconds`."""
-    import numpy
-
-    generator = numpy.random.default_rng(0)
-    a = generator.standard_normal((PROBE_N, PROBE_N), dtype=numpy.float32)
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ a
-        best = min(best, time.perf_counter() - start)
-    return 2 * PROBE_N**3 / best
+SLOW = 1.5  # a number format that makes a step this much longer is mentioned
 
 
 def parameters(shape: ModelShape) -> int:
@@ -86,25 +74,30 @@ def cell_step_s(spec: SessionSpec, params: Mapping[str, Any], rate: float) -> fl
     return step_flops(spec.model, batch, length) / (3 if spec.workload == "prefill" else 1) / rate
 
 
-def session_seconds(spec: SessionSpec, rate: float) -> float:
-    """Predicted duration of a whole session."""
-    total = JOB_S + SESSION_START_S
+def slowest_format(variants: Iterable[str], probe: Probe) -> float:
+    """What the number formats of `variants` make of a float32 step's time on this machine."""
+    return max([probe.slower.get(probe.formats.get(key, "float32"), 1.0) for key in variants], default=1.0)
+
+
+def session_seconds(spec: SessionSpec, rate: float, probe: Probe) -> float:
+    """Predicted duration of a whole session; `rate` in FLOP/s of a float32 training step."""
+    total = probe.start_s + JOB_S + SESSION_START_S
     for cell in spec.cells:
-        step = cell_step_s(spec, cell.params, rate)
         for arm in spec.arms:
+            step = cell_step_s(spec, cell.params, rate) * slowest_format(arm.variants, probe)
             extra = max([EXTRA_S.get(name.partition("/")[2], 0.0) for name in arm.variants], default=0.0)
-            warm = max(spec.warmup_s, spec.warmup_steps * step)
+            warm = max(spec.warmup_s, min(spec.warmup_cap_s, spec.warmup_steps * step))
             blocks = spec.blocks * max(spec.block_s, step)
             sample = SAMPLE_OVERHEAD_S.get(spec.workload, 0.5) + extra + warm + blocks + 4 * step
             total += spec.rounds * sample + SAMPLE_OVERHEAD_S.get(spec.workload, 0.5) + 3 * step
     return total
 
 
-def quality_seconds(spec: QualitySpec, rate: float) -> float:
+def quality_seconds(spec: QualitySpec, probe: Probe) -> float:
     """Predicted duration of one quality run on one thread: steps, and evaluations at a third of a step's cost."""
-    step = step_flops(spec.model, spec.batch_size, spec.sequence_length) / rate
     evaluations = (spec.steps / spec.evaluate_every + 4) * spec.evaluation_batches / 3
-    return JOB_S + 2.0 + (spec.steps + evaluations) * step
+    steps = (spec.steps + evaluations) * probe.quality_step_s * slowest_format(spec.variants, probe)
+    return probe.start_s + JOB_S + QUALITY_START_S + steps
 
 
 def detectable(rounds: int, arms: int, noise: float = 0.01) -> float:
@@ -119,15 +112,13 @@ def detectable(rounds: int, arms: int, noise: float = 0.01) -> float:
     return 2 * critical * noise / math.sqrt(rounds)
 
 
-def forecast(plan: Plan, rate: float | None = None) -> dict[str, Any]:
+def forecast(plan: Plan, probe: Probe) -> dict[str, Any]:
     """Sessions, quality runs, what the design can detect, and predicted seconds, all JSON-able."""
-    probe = rate or matmul_rate()
-    rate = probe * STEP_EFFICIENCY
-    sessions = [session_row(spec, rate) for spec in plan.sessions.values()]
-    runs = [
-        {"run": s.run, "recipe": s.recipe, "predicted_s": quality_seconds(s, rate / 2)} for s in plan.quality.values()
-    ]
-    cores = max(1, min(len(runs), _threads(plan)))
+    timed = from_json(SessionSpec, plan.profile["session"])
+    rate = step_flops(timed.model, timed.batch_size, timed.sequence_length) / probe.timed_step_s
+    sessions = [session_row(spec, rate, probe) for spec in plan.sessions.values()]
+    runs = [{"run": s.run, "recipe": s.recipe, "predicted_s": quality_seconds(s, probe)} for s in plan.quality.values()]
+    cores = max(1, min(len(runs), threads(plan.config)))
     seconds = {
         **STAGES_S,
         "measure": sum(row["predicted_s"] for row in sessions),
@@ -136,20 +127,14 @@ def forecast(plan: Plan, rate: float | None = None) -> dict[str, Any]:
     return {
         "sessions": sessions,
         "quality_runs": runs,
-        "matmul_probe_flops_per_s": probe,
+        "probe": asdict(probe),
         "stages_s": seconds,
         "predicted_s": sum(seconds.values()),
         "left_out": list(plan.report["left_out"]),
     }
 
 
-def _threads(plan: Plan) -> int:
-    from lmperf.planning import threads
-
-    return threads(plan.config)
-
-
-def session_row(spec: SessionSpec, rate: float) -> dict[str, Any]:
+def session_row(spec: SessionSpec, rate: float, probe: Probe) -> dict[str, Any]:
     """One session of the forecast."""
     arms = len(spec.arms) - 2
     return {
@@ -160,7 +145,7 @@ def session_row(spec: SessionSpec, rate: float) -> dict[str, Any]:
         "rounds_needed": minimum_rounds(arms),
         "indicative": spec.rounds < 6,
         "detectable_effect": detectable(spec.rounds, arms),
-        "predicted_s": session_seconds(spec, rate),
+        "predicted_s": session_seconds(spec, rate, probe),
     }
 
 
@@ -176,6 +161,9 @@ def forecast_lines(outlook: Mapping[str, Any]) -> list[str]:
     other = sum(value for name, value in stages.items() if name not in ("measure", "train"))
     lines.append(f"{'corpus, profile, tables, report':95} {other / 60:5.1f} min")
     lines.append(f"{'predicted in all':95} {outlook['predicted_s'] / 60:5.1f} min")
+    slow = [f"{name} {factor:.1f} ×" for name, factor in outlook["probe"]["slower"].items() if factor > SLOW]
+    if slow:
+        lines.append(f"this machine has no fast {' and '.join(slow)} the time of float32 a step")
     if outlook["left_out"]:
         lines.append(f"not measured by this configuration: {', '.join(outlook['left_out'])}")
     lines.append("(detectable effects assume a paired spread of 1 % between rounds; each session prints its own)")

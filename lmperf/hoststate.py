@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-WAITING_SHARE = 0.05  # of the threads' time spent runnable but without a core: `contention`
+WAITING_SHARE = 0.10  # of the threads' time spent runnable but without a core: `contention` (2–7 % on an idle machine)
 OTHERS_SHARE = 0.15  # of the cores that we need, taken by other processes: `contention`
 SPARE_SHARE = 0.25  # and of those that we leave free
 LOW_CLOCK = 0.8  # of the frequency seen at the start of the sample
@@ -21,7 +21,8 @@ class HostState:
     time_s: float
     waiting_s: Mapping[int, float] = field(default_factory=dict)  # thread → seconds runnable without a core
     busy_s: float | None = None  # all cores, all processes, stolen time included
-    own_cpu_s: float = 0.0  # this process and its ended children
+    own_cpu_s: float = 0.0  # this process, its ended children and its living descendants
+    descendants: int = 0  # loader workers, the other ranks of a distributed step
     load: float | None = None
     mhz: float | None = None
     throttled: int | None = None  # thermal throttling events
@@ -34,11 +35,14 @@ class HostState:
 def read_state() -> HostState:
     """Read the host's state now (about 0.1 ms; never inside a timed block)."""
     times = os.times()
+    living = _descendants(os.getpid())
+    ended = times.children_user + times.children_system
     return HostState(
         time_s=time.perf_counter(),
         waiting_s=_waiting(),
         busy_s=_busy(),
-        own_cpu_s=times.user + times.system + times.children_user + times.children_system,
+        own_cpu_s=times.user + times.system + ended + sum(map(_cpu_s, living)),
+        descendants=len(living),
         load=os.getloadavg()[0],
         mhz=_mhz(),
         throttled=_throttled(),
@@ -60,6 +64,21 @@ def _waiting() -> dict[int, float]:
         if len(words) == 3:
             waiting[int(task.name)] = int(words[1]) / 1e9
     return waiting
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    tasks = Path(f"/proc/{pid}/task")
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        for child in map(int, _read(task / "children").split()):
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a living process and of its ended children; 0 for one that has just gone."""
+    words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") if len(words) > 14 else 0.0
 
 
 def _busy() -> float | None:
@@ -111,6 +130,8 @@ def disturbance(before: HostState, after: HostState, threads: int) -> Disturbanc
     """Compare two readings around a stretch of work on `threads` threads."""
     wall = max(after.time_s - before.time_s, 1e-9)
     waited = sum(seconds - before.waiting_s.get(task, 0.0) for task, seconds in after.waiting_s.items())
+    # Processes of the arm's own that wait for one another's cores are a part of what it costs, not a disturbance.
+    tells = bool(after.waiting_s) and not after.descendants
     others = None
     if before.busy_s is not None and after.busy_s is not None:
         own = after.own_cpu_s - before.own_cpu_s
@@ -118,7 +139,7 @@ def disturbance(before: HostState, after: HostState, threads: int) -> Disturbanc
         others = max(0.0, after.busy_s - before.busy_s - own) / wall if wall > 0.1 else None
     known = before.throttled is not None and after.throttled is not None
     return Disturbance(
-        waiting_share=waited / (wall * threads) if after.waiting_s else None,
+        waiting_share=waited / (wall * threads) if tells else None,
         others_cores=others,
         throttle_events=after.throttled - before.throttled if known else None,
         clock_ratio=after.mhz / before.mhz if before.mhz and after.mhz else None,

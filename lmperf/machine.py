@@ -28,6 +28,7 @@ INSTRUCTION_FLAGS = {
 }  # fmt: skip
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16,
           "float16": torch.float16}  # fmt: skip
+SMALLEST_PROBE = 256  # products below this are mostly overhead
 COPY_BYTES = 256 << 20  # well beyond common last-level caches
 
 
@@ -132,8 +133,8 @@ def measure_peaks(
     """The best rates reached here: FLOP/s of square matrix products on random data per dtype, bytes/s of a copy.
 
     `seconds` is spent on each dtype and size.  {"device", "threads", "load_average", "flops": {dtype: {"best", "size",
-    "by_size"}}, "copy_bytes_per_s", "unsupported": {dtype: reason}}.  A use of these numbers is honest only for
-    runs of the same minutes: neighbours halve them.
+    "by_size"}}, "copy_bytes_per_s", "unsupported": {dtype: reason}}.  A format that is emulated here is tried at the
+    sizes that can be afforded.  A use of these numbers is honest only for runs of the same minutes: neighbours halve them.
     """
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
@@ -142,7 +143,8 @@ def measure_peaks(
     unsupported: dict[str, str] = {}
     for name in dtypes:
         try:
-            by_size = {str(size): matmul_rate(name, size, seconds, device) for size in sizes}
+            fitting = sorted({affordable_size(name, size, seconds, device) for size in sizes})
+            by_size = {str(size): matmul_rate(name, size, seconds, device) for size in fitting}
         except RuntimeError as error:
             unsupported[name] = str(error).splitlines()[0][:200]
             continue
@@ -157,6 +159,20 @@ def measure_peaks(
 def load_average() -> float | None:
     """The load average of the last minute, None where the system does not tell it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+@torch.no_grad()
+def affordable_size(dtype: str, size: int, seconds: float, device: str = "cpu") -> int:
+    """`size`, halved until one product of it takes at most `seconds` on a CPU, but not below 256.
+
+    A CPU without instructions for a half precision takes a hundred times as long for it: 2 s for a product of 1024.
+    """
+    if device != "cpu" or size <= SMALLEST_PROBE:
+        return size
+    rate = matmul_rate(dtype, SMALLEST_PROBE // 2, 0.0, device)
+    while size > SMALLEST_PROBE and 2 * size**3 / rate > seconds:
+        size //= 2
+    return size
 
 
 @torch.no_grad()

@@ -156,12 +156,16 @@ def warm_up(step: Step, device: Device, plan: TimingPlan, before_block: Callable
 
 
 def is_flat(curve: Sequence[float]) -> bool:
-    """Whether the last blocks (five, or half of a short curve) are flat and near as many before them."""
+    """Whether the last blocks (five, or half of a short curve) are flat and near as many before them.
+
+    Near is within 5 %, or within what the blocks' own spread makes of a median of so few of them.
+    """
     width = min(WINDOW, len(curve) // 2)
     last, earlier = list(curve[-width:]), list(curve[-2 * width : -width])
     centre = statistics.median(last)
-    near = abs(centre / statistics.median(earlier) - 1) <= NEAR
-    return near and _middle_half(last) / centre <= FLAT
+    spread = _middle_half(last) / centre
+    near = abs(centre / statistics.median(earlier) - 1) <= max(NEAR, spread / math.sqrt(width))
+    return near and spread <= FLAT
 
 
 def _middle_half(values: Sequence[float]) -> float:

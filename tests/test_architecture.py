@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "lmperf"
 
 #: A module may import only from its own group or an earlier one.
 LAYERS = [
-    {"records", "progress"},
+    {"records", "progress", "design", "environments"},
     {"catalogue", "tables"},
     {"config", "sources", "corpus.state"},
-    {"planning", "steps", "forecast", "workflow", "running"},
+    {"planning", "steps", "probing", "forecast", "workflow", "running"},
     {"flops", "datasheets", "machine", "provenance", "hoststate", "corpus"},
     {"reference"},
     {"recipe", "caching", "devices"},
@@ -26,11 +26,12 @@ LAYERS = [
     {"workloads"},
     {"utilisation", "memory", "timing"},
     {"failures", "sampling", "journal", "locking", "forkserver", "launching"},
-    {"sessions", "stability", "schedule", "evaluation", "training", "hotspots", "tracing", "profiling"},
+    {"sessions", "stability", "schedule", "evaluation", "preparation", "training", "hotspots", "tracing", "profiling"},
     {"statistics"},
     {"readings"},
+    {"startup", "plausibility"},
     {"comparing"},
-    {"qualities", "ladder", "evidence", "sweeps"},
+    {"qualities", "precision_tables", "ladder", "evidence", "sweeps"},
     {"ablation", "claim_checks", "claims", "diffing"},
     {"qualify", "doctor"},
     {"quantities"},

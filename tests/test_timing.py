@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -228,8 +231,6 @@ def test_cuda_memory_counts_what_other_processes_hold_too() -> None:
 
 
 def test_the_cpu_clock_tells_wall_and_cpu_time_apart() -> None:
-    import time
-
     block = CpuDevice().block(lambda: time.sleep(0.02), 2)
     assert isinstance(block, BlockTime)
     assert block.wall_s >= 0.04
@@ -250,11 +251,12 @@ def before() -> HostState:
     ("after", "badges"),
     [
         (HostState(1.0, {1: 0.52}, 11.0, 5.0, mhz=2990.0, throttled=2), ()),
-        (HostState(1.0, {1: 0.70}, 11.0, 5.0, mhz=3000.0, throttled=2), ("contention",)),
-        (HostState(1.0, {1: 0.5, 9: 0.2}, 11.0, 5.0, mhz=3000.0, throttled=2), ("contention",)),
+        (HostState(1.0, {1: 0.75}, 11.0, 5.0, mhz=3000.0, throttled=2), ("contention",)),
+        (HostState(1.0, {1: 0.5, 9: 0.3}, 11.0, 5.0, mhz=3000.0, throttled=2), ("contention",)),
         (HostState(1.0, {1: 0.5}, 13.0, 5.0, mhz=3000.0, throttled=2), ("contention",)),
         (HostState(1.0, {1: 0.5}, 11.0, 5.0, mhz=3000.0, throttled=3), ("throttling",)),
         (HostState(1.0, {1: 0.5}, 11.0, 5.0, mhz=2000.0, throttled=2), ("low_clock",)),
+        (HostState(1.0, {1: 0.70}, 11.0, 5.0, descendants=2, mhz=3000.0, throttled=2), ()),  # its own workers
         (HostState(1.0, {}, None, 5.0), ()),
     ],
 )
@@ -273,3 +275,14 @@ def test_the_host_can_be_read_here() -> None:
     first, second = read_state(), read_state()
     assert second.time_s > first.time_s
     assert second.own_cpu_s >= first.own_cpu_s
+
+
+def test_what_living_children_compute_is_counted_as_the_own_work() -> None:
+    before = read_state()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        deadline = time.monotonic() + 10
+        while (after := read_state()).own_cpu_s < before.own_cpu_s + 0.3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child.kill()
+    assert after.descendants == before.descendants + 1
+    assert after.own_cpu_s >= before.own_cpu_s + 0.3
