@@ -14,6 +14,8 @@ from typing import Any
 
 import pandas as pd
 
+from lmperf.design import minimum_rounds
+from lmperf.plausibility import impossible_cells, marked
 from lmperf.readings import (
     BASELINE,
     CONTROL,
@@ -23,9 +25,11 @@ from lmperf.readings import (
     arm_rounds,
     kind_of,
     measured,
+    memory_value,
     read_session,
 )
-from lmperf.records import RED_BADGES, Sample
+from lmperf.records import RED_BADGES
+from lmperf.startup import WARM_UP_COLUMNS, break_even_rows, warm_up_rows
 from lmperf.statistics import (
     FEWEST_EXACT_ROUNDS,
     SIZE_WORDS,
@@ -35,12 +39,10 @@ from lmperf.statistics import (
     detectable_effect,
     interval,
     judge_arms,
-    minimum_rounds,
     verdict,
 )
 from lmperf.tables import frame, write_csv, write_results
 
-WARM_UP_COLUMNS = ("session", "workload", "shape", "place", "ratio", "ci_low", "ci_high", "n")
 BADGE_SHARE = 0.25  # a red badge on this share of an arm's paired rounds caps its verdict
 COUNT_TOLERANCE = 0.01  # counted quantities (bytes, model size, hit rate) are "same" within this
 SPREAD_OF_COUNTS = 1e-9  # counts that differ by more than rounding are treated as measured
@@ -66,11 +68,13 @@ def compare(
 
 def compare_session(session: Session, smallest_effect: float) -> list[dict[str, Any]]:
     """All rows of one session: its cells from small to large, and in each its metrics and arms."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    impossible = impossible_cells(session)
     for cell in sorted(session.spec.cells, key=lambda cell: cell.size):
+        timed: list[dict[str, Any]] = []
         for metric, unit in _timed_metrics(session, cell.label).items():
-            rows += _timed_rows(session, cell.label, metric, unit, smallest_effect)
-        rows += _memory_rows(session, cell.label)
+            timed += [marked(r, impossible) for r in _timed_rows(session, cell.label, metric, unit, smallest_effect)]
+        rows += [*timed, *break_even_rows(session, cell.label, timed), *_memory_rows(session, cell.label)]
     return rows
 
 
@@ -246,24 +250,13 @@ def _memory_rows(session: Session, cell: str) -> Iterator[dict[str, Any]]:
     for line in lines.values():
         names |= {name: metric["unit"] for name, metric in (line.get("metrics") or {}).items() if name not in names}
     for metric, unit in (names or ({"peak_memory_bytes": "bytes"} if lines else {})).items():
-        base = _memory_value(lines.get(BASELINE), metric)
+        base = memory_value(lines.get(BASELINE), metric)
         for arm, line in lines.items():
             yield _frame(session, cell, arm, metric, unit) | _memory_columns(arm, line, metric, unit, base)
 
 
-def memory_values(session: Session, cell: str, metric: str = "peak_memory_bytes") -> dict[str, float | None]:
-    """Arm to the value of its memory process sample at this cell, None where that failed."""
-    lines = {line["arm"]: line for line in session.memory if line["cell"] == cell}
-    return {arm: _memory_value(line, metric) for arm, line in lines.items()}
-
-
-def _memory_value(line: Mapping[str, Any] | None, metric: str) -> float | None:
-    value = ((line or {}).get("metrics") or {}).get(metric, {}).get("value")
-    return None if value is None else float(value)
-
-
 def _memory_columns(arm: str, line: Mapping[str, Any], metric: str, unit: str, base: float | None) -> dict[str, Any]:
-    value, status = _memory_value(line, metric), line.get("status", "ok")
+    value, status = memory_value(line, metric), line.get("status", "ok")
     row = {"value": value, "baseline_value": base, "rounds": int(value is not None), "status": status}
     row |= {"verdict": "not measured", "reason": line.get("reason")}
     if arm == BASELINE:
@@ -278,28 +271,6 @@ def _memory_columns(arm: str, line: Mapping[str, Any], metric: str, unit: str, b
     if metric.startswith(("resident", "rss")):  # what the allocator keeps is not repeatable to a percent
         row |= {"verdict": "inconclusive", "reason": "resident memory, n = 1: shown without a verdict"}
     return row
-
-
-def warm_up_rows(session: Session) -> Iterator[dict[str, Any]]:
-    """How far the baseline's first step, and each later block of its warm-up, lies from its steady step time."""
-    for cell in session.spec.cells:
-        curves: dict[int, list[float]] = {}
-        for sample in session.index.get((BASELINE, cell.label), {}).values():
-            steady = measured(sample).get("step_time_s")
-            for place, step_s in enumerate(_warm_up_curve(sample) if steady and steady.value else ()):
-                curves.setdefault(place, []).append(math.log(step_s / steady.value))
-        for place, logs in curves.items():
-            found = interval(logs)
-            row = {"session": session.spec.session, "workload": session.spec.workload, "shape": cell.label}
-            row |= {"place": place, "ratio": math.exp(median(logs)), "n": len(logs)}
-            yield row | ({"ratio": found.estimate, "ci_low": found.low, "ci_high": found.high} if found else {})
-
-
-def _warm_up_curve(sample: Sample) -> list[float]:
-    """Step seconds of the very first step and of the warm-up's blocks after it."""
-    first = sample.metrics.get("first_step_s")
-    curve = (sample.details.get("warmup") or {}).get("curve") or ()
-    return [first.value, *map(float, curve)] if first and first.value else []
 
 
 def _frame(session: Session, cell: str, arm: str, metric: str, unit: str) -> dict[str, Any]:

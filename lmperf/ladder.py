@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from lmperf.comparing import Block, memory_values
-from lmperf.readings import BASELINE, Session, arm_rounds, kind_of
+from lmperf.comparing import Block
+from lmperf.readings import BASELINE, Session, arm_rounds, kind_of, memory_values
 from lmperf.statistics import FEWEST_ROUNDS, interval, judge_arms
 
 LADDER_COLUMNS = (

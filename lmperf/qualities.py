@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from lmperf.design import ALPHA
 from lmperf.records import InputError, QualitySpec, from_json, read_json
-from lmperf.statistics import ALPHA, FEWEST_ROUNDS, Interval, holm, interval, signed_rank_p
+from lmperf.statistics import FEWEST_ROUNDS, Interval, holm, interval, signed_rank_p
 from lmperf.tables import frame, write_csv
 
 QUALITY_COLUMNS = (

@@ -174,3 +174,15 @@ def arm_rounds(session: Session, arm: str, cell: str, metric: str) -> ArmRounds:
     samples = session.index.get((arm, cell), {})
     values = {n: measured(s)[metric].value for n, s in samples.items() if metric in measured(s)}
     return ArmRounds(arm, {n: float(value) for n, value in values.items() if value is not None}, samples)
+
+
+def memory_values(session: Session, cell: str, metric: str = "peak_memory_bytes") -> dict[str, float | None]:
+    """Arm to the value of its memory process sample at this cell, None where that failed."""
+    lines = {line["arm"]: line for line in session.memory if line["cell"] == cell}
+    return {arm: memory_value(line, metric) for arm, line in lines.items()}
+
+
+def memory_value(line: Mapping[str, Any] | None, metric: str) -> float | None:
+    """A metric of one memory line, None where the line or the metric is missing."""
+    value = ((line or {}).get("metrics") or {}).get(metric, {}).get("value")
+    return None if value is None else float(value)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-ALPHA = 0.05
+from lmperf.design import ALPHA
+
 FEWEST_ROUNDS = 3  # below this no interval is given at all
 FEWEST_EXACT_ROUNDS = 6  # below this the signed-rank test cannot reach 5 % two-sided, so Student's t stands in
 SPEED_WORDS = ("faster", "slower")
@@ -224,13 +225,6 @@ def judge_arms(
         )  # fmt: skip
         findings[name] = Finding(found, p_holm, p_one, word)
     return findings
-
-
-def minimum_rounds(arms: int, alpha: float = ALPHA) -> int:
-    """Fewest rounds at which a signed-rank test can say anything under Holm: 1 + ⌈log2(arms / alpha)⌉."""
-    if arms < 1:
-        raise ValueError(f"arms: {arms} is not allowed; it must be 1 or more")
-    return 1 + math.ceil(math.log2(arms / alpha) - 1e-12)
 
 
 def detectable_effect(log_ratios: ArrayLike, delta: float, *, arms: int = 1, power: float = 0.8) -> float | None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from lmperf import statistics as s
+from lmperf.design import minimum_rounds
 
 SESSIONS = 3000
 ROUNDS = (3, 4, 5, 6, 7, 8, 9, 11, 13, 15)
@@ -116,9 +117,9 @@ def test_an_effect_of_the_stated_size_is_found_as_often_as_promised(rounds):
 
 def test_few_rounds_for_many_arms_can_show_nothing():
     values = np.full(9, -0.5) + np.linspace(-0.01, 0.01, 9)
-    assert s.minimum_rounds(10) == 9
+    assert minimum_rounds(10) == 9
     assert s.detectable_effect(values, 0.02, arms=10) is not None
-    assert s.minimum_rounds(20) == 10
+    assert minimum_rounds(20) == 10
     assert s.detectable_effect(values, 0.02, arms=20) is None
     findings = s.judge_arms({str(i): values for i in range(20)}, 0.02)
     assert {f.verdict for f in findings.values()} == {"inconclusive"}
@@ -128,7 +129,7 @@ def test_few_rounds_for_many_arms_can_show_nothing():
 
 @pytest.mark.parametrize("arms", [1, 2, 3, 7, 12, 25])
 def test_minimum_rounds_is_the_first_n_whose_smallest_p_survives_holm(arms):
-    n = s.minimum_rounds(arms)
+    n = minimum_rounds(arms)
     assert arms * 2 * 0.5**n <= 0.05 < arms * 2 * 0.5 ** (n - 1)
 
 
