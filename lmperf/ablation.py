@@ -9,13 +9,15 @@ from typing import Any
 import pandas as pd
 
 from lmperf.catalogue import catalogue
+from lmperf.design import SMALLEST_EFFECT
 from lmperf.ladder import LADDER_COLUMNS, ladder_rows
+from lmperf.precision_tables import precision_table
 from lmperf.qualities import quality_table
 from lmperf.readings import BASELINE, CONTROL, Session, read_session
 from lmperf.records import InputError, SessionSpec
 from lmperf.tables import frame, records, write_csv
 
-__all__ = ["DIMENSIONS", "ablate", "quality_table"]
+__all__ = ["DIMENSIONS", "ablate", "precision_table", "quality_table"]
 
 ABLATION_COLUMNS = ("recipe", "dimension", "metric", "value", "ci_low", "ci_high", "n", "verdict", "reason")
 DIMENSIONS = ("accuracy", "speed", "memory", "stability", "generalisation")
@@ -66,7 +68,7 @@ def stack_rows(spec: Mapping[str, Any] | SessionSpec | None, session: Session) -
     missing = [v for v in stack if not any(v in arm.variants for arm in session.spec.arms)]
     if missing:
         raise InputError(f"ablation.stack: {missing[0]!r} is in no arm of {session.path}; measure that session again")
-    smallest = float(settings.get("smallest_effect") or session.spec.smallest_effect)
+    smallest = float(settings.get("smallest_effect") or SMALLEST_EFFECT)
     return ladder_rows(session, stack, smallest)
 
 

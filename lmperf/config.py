@@ -10,6 +10,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lmperf.catalogue import AXES, catalogue, suggest
+from lmperf.design import SMALLEST_EFFECT
+from lmperf.environments import SETTINGS
 from lmperf.records import InputError, ModelShape
 
 #: Published sizes (d_model, d_ff, layers, heads) and the small ones that a laptop trains in minutes.
@@ -36,13 +38,9 @@ WORKLOADS = (
     "decode",
 )
 
-#: Each of these can change a step by more than any variant does, so all arms get the same, and it is recorded.
-PROCESS_ENVIRONMENT = {
-    "GOMP_SPINCOUNT": "1000",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "67108864",
-}
+MEASURED = "measured"
+#: What `quality.variants` may say beside full names: those that some session measures, or a whole axis.
+QUALITY_WORDS = (MEASURED, *AXES)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -208,11 +206,11 @@ class Measure(Section):
     block_s: float = Field(0.1, gt=0)
     warmup_s: float = Field(0.5, ge=0)
     warmup_cap_s: float = Field(4.0, gt=0)
-    smallest_effect: float = Field(0.02, gt=0, lt=1)
+    smallest_effect: float = Field(SMALLEST_EFFECT, gt=0, lt=1)
     time_limit_s: float = Field(60.0, gt=0)
     memory_limit_bytes: Positive | None = None
     environment: dict[str, str] = Field(
-        default_factory=lambda: dict(PROCESS_ENVIRONMENT), description="set before Python starts, the same for all arms"
+        default_factory=lambda: dict(SETTINGS), description="set before Python starts, the same for all arms"
     )
     sessions: list[Session] = Field(min_length=1)
 
@@ -237,7 +235,9 @@ class Quality(Section):
     baseline_seeds: int = Field(5, ge=1)
     stressed_seeds: int = Field(3, ge=1, description="of each recipe at the stressed learning rate")
     variants: list[str] | Literal["measured"] = Field(
-        "measured", description="axis/name, or 'measured': each measured variant that changes numerics"
+        "measured",
+        description="a list of axis/name, axes and 'measured', or 'measured' alone; an axis: all of its variants that "
+        "change numerics; measured: those that some session measures",
     )
     model: Model | None = None
 
@@ -406,9 +406,12 @@ def check_names(config: Config, where: str) -> None:
     for number, session in enumerate(config.measure.sessions):
         for name in session.variants if session.variants != "all" else ():
             _must_exist(f"{session.axis}/{name}", known, f"{where}: measure.sessions.{number}.variants")
-    if config.quality.variants != "measured":
-        for name in config.quality.variants:
+    for name in config.quality.variants if isinstance(config.quality.variants, list) else ():
+        if "/" in name:
             _must_exist(name, known, f"{where}: quality.variants")
+        elif name not in QUALITY_WORDS:
+            hint = f"{suggest(name, QUALITY_WORDS)}; allowed: axis/name, {', '.join(QUALITY_WORDS)}"
+            raise InputError(f"{where}: quality.variants: {name!r} is unknown{hint}")
     for name in config.ablation.stack:
         _must_exist(name, known, f"{where}: ablation.stack")
     for pair in config.ablation.interactions:

@@ -19,34 +19,11 @@ from typing import Any
 
 import psutil
 
+from lmperf.environments import inherited_with
+
 GRACE_S = 20.0  # beyond a job's time limit before the server itself is given up
 START_S = 180.0  # a cold disk can make importing torch slow
 PRELOAD = ("torch", "torch.optim", "torch._dynamo", "lmperf.sampling:load_everything")
-
-#: OpenMP's spinning and glibc's mapping of large tensors change a step by more than most variants do; these settings
-#: hold for all arms, are recorded, and can be set otherwise by the session's `environment` ("" removes one).
-DEFAULT_ENVIRONMENT: Mapping[str, str] = {
-    "GOMP_SPINCOUNT": "1000",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "67108864",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compiler processes beside the clock
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's own pool would start when numpy is imported, before the fork
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # so would a thread of Arrow's allocator
-    "PYTHONHASHSEED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the profiler's notes on frees that it did not see: memory.py allows for them
-    "KINETO_LOG_LEVEL": "99",
-}
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-
-
-def process_environment(threads: int, *changes: Mapping[str, str]) -> dict[str, str]:
-    """The settings fixed before Python starts: the defaults, the thread counts, then `changes` in order."""
-    merged: dict[str, str] = {**DEFAULT_ENVIRONMENT, **{name: str(threads) for name in THREAD_VARIABLES}}
-    for change in changes:
-        merged |= {str(name): str(value) for name, value in change.items()}
-    return merged
 
 
 @dataclass(frozen=True)
@@ -99,15 +76,13 @@ class ForkServer:
         """Start the server's process without waiting: it imports torch while its owner does the same."""
         if self.process is not None and self.process.poll() is None:
             return
-        merged = {**os.environ, **self.environment}
-        # An empty value means "not set": some of these variables change behaviour by merely being there.
-        environment = {name: value for name, value in merged.items() if value != "" or name not in self.environment}
         owner, names = str(os.getpid()), () if self.spawn else self.preload
         command = [sys.executable, "-m", "lmperf.forkserver", "--serve", owner, *names]
         # Its own session: Ctrl-C must reach the owner only, which then ends the server in good order.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=inherited_with(self.environment),
+            start_new_session=True,
+        )  # fmt: skip
         self.buffer, self.hello = b"", {}
 
     def run(

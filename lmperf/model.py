@@ -104,17 +104,12 @@ class LanguageModel(nn.Module):
         if cache is not None:
             cache.advance(tokens.shape[1])
         x = self.norm(x)
-        return x if targets is None else self.loss_function(x, self.head_weight[: self.rows_used], targets)
+        return x if targets is None else self.loss_function(x, self.head_weight, targets)
 
     @property
     def head_weight(self) -> Tensor:
-        """(rows, d_model): the embedding when tied."""
+        """(rows, d_model): the embedding when tied; rows that pad the vocabulary are ordinary, never-seen tokens."""
         return self.embedding.weight if self.head is None else self.head.weight
-
-    @property
-    def rows_used(self) -> int:
-        """Rows of the head that take part in the loss (all of them: padding rows are ordinary, never-seen tokens)."""
-        return self.head_weight.shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (…, d_model) → logits over the real vocabulary (…, vocab_size)."""

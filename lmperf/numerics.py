@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lmperf.model import StepReport, TrainingStep, autocast, build
-from lmperf.recipe import Recipe
+from lmperf.recipe import BuildContext, Recipe
 from lmperf.records import ModelShape
-
-#: Below this magnitude an fp16 number is subnormal (fewer bits), below half of the smallest subnormal it is zero.
-FP16_SMALLEST_NORMAL = 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -36,33 +33,46 @@ class NormRow:
     error: float | None
 
 
-def underflow_share(model: nn.Module, *, scale: float = 1.0) -> dict[str, float]:
-    """By layer, the share of gradient elements that are zero or subnormal as fp16 after times `scale` (the loss scale).
+def underflow_share(model: nn.Module, *, dtype: torch.dtype | None = None, scale: float = 1.0) -> dict[str, float]:
+    """Share of zeros among the gradients of each layer's weight matrices ("blocks.0", "head" …) and over all ("total").
 
-    Looks at the gradients that lie in the parameters; layers are "blocks.0", "embedding", "norm" …  A share counts
-    true zeros too (positions beyond the batch's length): compare scales, not layers.
+    With a `dtype` the gradients count as it would hold them after times `scale` (the loss scale): zero or subnormal.
+    Looks at the gradients that lie in the parameters.  The embeddings are left out, whose rows have a true gradient of
+    zero where a batch does not use them, and so are vectors (norms, biases).  Empty where there are no gradients.
     """
-    small: dict[str, int] = {}
-    total: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
         layer = layer_of(name)
-        scaled = parameter.grad.detach().float() * scale
-        small[layer] = small.get(layer, 0) + int((scaled.half().float().abs() < FP16_SMALLEST_NORMAL).sum())
-        total[layer] = total.get(layer, 0) + parameter.numel()
-    return {layer: small[layer] / total[layer] for layer in total}
+        if parameter.grad is None or parameter.dim() < 2 or layer in ("embedding", "position"):
+            continue
+        lost[layer] = lost.get(layer, 0) + int(_too_small(parameter.grad.detach(), dtype, scale).sum())
+        sizes[layer] = sizes.get(layer, 0) + parameter.grad.numel()
+    if not sizes:
+        return {}
+    return {"total": sum(lost.values()) / sum(sizes.values()), **{key: lost[key] / sizes[key] for key in sizes}}
+
+
+def _too_small(gradient: Tensor, dtype: torch.dtype | None, scale: float) -> Tensor:
+    if dtype is None:
+        return gradient == 0
+    return (gradient.float() * scale).to(dtype).float().abs() < torch.finfo(dtype).smallest_normal
 
 
 def layer_of(parameter: str) -> str:
-    """ "blocks.0.norm_1.weight" → "blocks.0"; "embedding.weight" → "embedding"."""
-    parts = parameter.split(".")
+    """ "blocks.0.norm_1.weight" → "blocks.0"; "embedding.weight" → "embedding"; wrappers' prefixes are dropped."""
+    parts = [part for part in parameter.split(".") if part not in ("module", "_orig_mod")]
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def dtype_table(recipe: Recipe, shape: ModelShape, *, device: str = "cpu", seed: int = 0) -> list[DtypeRow]:
-    """Number formats in one training step of a recipe's model: parameters, activations, logits, loss, gradients."""
-    model = build(shape, recipe, seed=seed, device=device)
+def dtype_table(
+    recipe: Recipe, shape: ModelShape, *, device: str = "cpu", seed: int = 0, context: BuildContext | None = None
+) -> list[DtypeRow]:
+    """Number formats in one training step of a recipe's model: parameters, activations, logits, loss, gradients.
+
+    The last row is no tensor's: what `torch.set_float32_matmul_precision` allows inside products of fp32 matrices.
+    """
+    model = build(shape, recipe, seed=seed, device=device, context=context)
     step = TrainingStep(model, recipe, learning_rate=1e-3, device=device)
     seen: dict[str, torch.dtype] = {}
     handles = [module.register_forward_hook(_note(seen, name)) for name, module in _watched(model)]
@@ -75,9 +85,9 @@ def dtype_table(recipe: Recipe, shape: ModelShape, *, device: str = "cpu", seed:
     report = step(tokens[:, :-1], tokens[:, 1:])
     for handle in handles:
         handle.remove()
-    return [
-        DtypeRow(name, str(dtype).removeprefix("torch.")) for name, dtype in _kinds(step, seen, loss, logits, report)
-    ]
+    kinds = _kinds(step, seen, loss, logits, report)
+    rows = [DtypeRow(name, str(dtype).removeprefix("torch.")) for name, dtype in kinds]
+    return [*rows, DtypeRow("products of fp32 matrices", recipe.precision.matmul)]
 
 
 def _watched(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmperf.catalogue import Entry, catalogue
-from lmperf.config import Config, Session
+from lmperf.catalogue import AXES, Entry, catalogue
+from lmperf.config import MEASURED, Config, Session
+from lmperf.design import minimum_rounds
 from lmperf.records import ArmSpec, Cell, InputError, QualitySpec, SessionSpec, digest, to_json
 from lmperf.sources import quality_code, session_code, stage_code
 
@@ -55,7 +56,7 @@ def make_plan(config: Config) -> Plan:
         quality=quality,
         compare={
             "smallest_effect": config.measure.smallest_effect,
-            "config_hash": digest({name: to_json(spec) for name, spec in sessions.items()}),
+            "config_hash": digest([config.measure.smallest_effect, {name: to_json(s) for name, s in sessions.items()}]),
             "sessions": sorted(sessions),
             "code": stage_code("comparing.py", "sweeps.py"),
         },
@@ -152,7 +153,6 @@ def base_session(config: Config, *, session: str, axis: str, workload: str, **ch
         "warmup_cap_s": measure.warmup_cap_s,
         "time_limit_s": measure.time_limit_s,
         "memory_limit_bytes": measure.memory_limit_bytes,
-        "smallest_effect": measure.smallest_effect,
         "environment": dict(measure.environment),
         "learning_rate": config.training.learning_rate,
         "data": f"{config.output.data}/tokens",
@@ -174,7 +174,7 @@ def profile_spec(config: Config) -> dict[str, Any]:
         session="profile",
         axis="attention",
         workload="training_step",
-        code=stage_code("profiling.py"),
+        code=stage_code("profiling.py", "environments.py"),
     )
     return {"session": to_json(spec), **config.profile.model_dump()}
 
@@ -274,17 +274,12 @@ def stack_session(config: Config) -> SessionSpec:
     return spec
 
 
-def minimum_rounds(arms: int, alpha: float = 0.05) -> int:
-    """Rounds below which a signed-rank test, Holm-corrected over `arms`, can never reject: 1 + ⌈log2(arms / alpha)⌉."""
-    return 1 + max(0, (int(arms / alpha) - 1).bit_length()) if arms else 1
-
-
 def check_design(spec: SessionSpec) -> None:
     """Refuse six or more rounds that could still never support a claim; fewer than six are labelled indicative."""
     arms = len(spec.arms) - 2
-    need = minimum_rounds(arms)
     if arms < 1:
         raise InputError(f"measure.sessions: {spec.session} has no variant to measure")
+    need = minimum_rounds(arms)
     if 6 <= spec.rounds < need:
         raise InputError(
             f"measure.rounds: {spec.rounds} rounds can never support a verdict over the {arms} arms of {spec.session}; "
@@ -298,13 +293,25 @@ def measured_variants(config: Config) -> list[str]:
     return list(dict.fromkeys([*keys, *config.ablation.stack]))
 
 
-def quality_recipes(config: Config) -> dict[str, tuple[str, ...]]:
-    """Recipes of the quality runs by name: the baseline, variants that change numerics, the stack."""
+def quality_variants(config: Config) -> list[str]:
+    """Full names of the variants that get quality runs, each once: what `quality.variants` names or stands for."""
     known = catalogue(tuple(config.plugins))
     wanted = config.quality.variants
-    names = [k for k in measured_variants(config) if known[k].quality_run] if wanted == "measured" else wanted
+    names: list[str] = []
+    for word in [wanted] if isinstance(wanted, str) else wanted:
+        if word == MEASURED:
+            names += [key for key in measured_variants(config) if known[key].quality_run]
+        elif word in AXES:
+            names += [k for k, e in known.items() if e.axis == word and e.quality_run and not e.baseline]
+        else:
+            names.append(word)
+    return list(dict.fromkeys(names))
+
+
+def quality_recipes(config: Config) -> dict[str, tuple[str, ...]]:
+    """Recipes of the quality runs by name: the baseline, variants that change numerics, the stack."""
     recipes: dict[str, tuple[str, ...]] = {"baseline": ()}
-    recipes |= {name: (name,) for name in names}
+    recipes |= {name: (name,) for name in quality_variants(config)}
     if len(config.ablation.stack) > 1:
         recipes["stack"] = tuple(config.ablation.stack)
     return recipes
@@ -333,6 +340,7 @@ def quality_runs(config: Config) -> Iterable[QualitySpec]:
                     device=device(config),
                     data=f"{config.output.data}/tokens",
                     stressed=stress,
+                    environment=dict(config.measure.environment),
                     plugins=tuple(config.plugins),
                     code=quality_code(axes, config.plugins),
                 )

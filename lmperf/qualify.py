@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from lmperf.comparing import compare_session
+from lmperf.design import SMALLEST_EFFECT
 from lmperf.hoststate import usable_cores
 from lmperf.readings import read_session
 from lmperf.records import ArmSpec, Cell, InputError, ModelShape, SessionSpec, atomic_write, read_json, write_json
@@ -65,7 +66,7 @@ def qualify(
         for index in range(number):
             spec = qualify_spec(index, rounds, hog, levels, seed, threads, changes)
             session = read_session(measured_once(spec, folder, progress))
-            rows += [row for row in compare_session(session, spec.smallest_effect) if row["metric"] == "step_time_s"]
+            rows += [row for row in compare_session(session, SMALLEST_EFFECT) if row["metric"] == "step_time_s"]
             badges += [badge for sample in session.samples for badge in sample.badges]
     outcome = summary(rows, levels) | {
         "schema": SCHEMA, "sessions": number, "rounds": rounds, "hog": hog, "threads": threads,

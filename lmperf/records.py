@@ -167,7 +167,6 @@ class SessionSpec:
     warmup_cap_s: float = 5.0
     time_limit_s: float = 60.0  # one process sample
     memory_limit_bytes: int | None = None  # None: 80 % of the machine's free memory
-    smallest_effect: float = 0.02
     environment: Mapping[str, str] = field(default_factory=dict)  # set before Python starts, same for all arms
     learning_rate: float = 1e-3
     data: str | None = None  # data/tokens folder, where the workload reads tokens
@@ -201,6 +200,7 @@ class QualitySpec:
     stressed: bool = False
     threads: int = 1
     time_limit_s: float = 900.0
+    environment: Mapping[str, str] = field(default_factory=dict)  # set before Python starts
     plugins: tuple[str, ...] = ()
     code: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)

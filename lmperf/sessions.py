@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lmperf import registry
+from lmperf.environments import process_environment
 from lmperf.forkserver import Typed
 from lmperf.journal import Journal
-from lmperf.launching import ForkServer, Outcome, default_memory_limit, must_spawn, process_environment
+from lmperf.launching import ForkServer, Outcome, default_memory_limit, must_spawn
 from lmperf.locking import host_lock
 from lmperf.machine import fingerprint, machine
 from lmperf.provenance import cluster_job, provenance, scrub

@@ -66,8 +66,9 @@ def session_code(axes: Sequence[str], workload: str, plugins: Sequence[str]) -> 
 
 
 def quality_code(axes: Sequence[str], plugins: Sequence[str]) -> str:
-    """Hash over a quality run's sources."""
-    return _hash([*closure(PACKAGE / "training.py"), *axis_files(axes), *map(plugin_file, plugins)])
+    """Hash over a quality run's sources, its process environment's among them."""
+    own = [*closure(PACKAGE / "training.py"), PACKAGE / "environments.py"]
+    return _hash([*own, *axis_files(axes), *map(plugin_file, plugins)])
 
 
 def stage_code(*entries: str) -> str:

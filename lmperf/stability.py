@@ -11,6 +11,7 @@ from typing import Any
 SPIKE_WINDOW = 50  # steps whose median and MAD a loss is held against
 SPIKE_MADS = 6.0
 DIVERGED_FACTOR = 1.5  # a final loss this much above the run's best counts as diverged
+LISTED = 100  # steps named in an outcome
 
 
 @dataclass
@@ -93,16 +94,24 @@ def why_diverged(record: StepRecord, evaluations: Sequence[float | None]) -> str
 
 
 def stability(record: StepRecord, evaluations: Sequence[float | None]) -> dict[str, Any]:
-    """Non-finite steps, loss spikes, skipped scaler steps, p99 gradient norm, scale trajectory, divergence."""
+    """Non-finite steps, loss spikes, p99 gradient norm, divergence, and what the loss scaler did.
+
+    `scale` is its trajectory as change points [step, scale]; lists of steps hold the first `LISTED` only.
+    """
     steps = range(len(record.losses))
+    skipped = [step for step in steps if record.skipped[step]]
     spikes = loss_spikes(record.losses)
     reason = why_diverged(record, evaluations)
     return {
+        "steps": len(steps),
         "nonfinite_steps": sum(not record.finite(step) for step in steps),
+        "nonfinite_losses": sum(not math.isfinite(loss) for loss in record.losses),
+        "nonfinite_gradients": sum(not math.isfinite(norm) for norm in record.norms),
         "loss_spikes": len(spikes),
-        "loss_spike_steps": spikes[:100],
+        "loss_spike_steps": spikes[:LISTED],
         "grad_norm_p99": quantile(record.norms, 0.99),
-        "skipped_scaler_steps": sum(record.skipped) if record.scales else None,
+        "skipped_scaler_steps": len(skipped) if record.scales else None,
+        "skipped_at": skipped[:LISTED] if record.scales else None,
         "diverged": reason is not None,
         "diverged_reason": reason,
         "scale": changes(record.scales),

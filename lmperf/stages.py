@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lmperf.environments import inherited_with, process_environment
 from lmperf.progress import progress_bar
 from lmperf.records import QualitySpec, SessionSpec, from_json, read_json
 
@@ -69,7 +70,7 @@ def tokenize(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progr
 def profile(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Profile the baseline's training step."""
     session = from_json(SessionSpec, spec["session"])
-    restart_with(session_environment(session.environment, session.threads))
+    restart_with(process_environment(session.threads, session.environment))
     from lmperf.profiling import profile_baseline
 
     profile_baseline(
@@ -83,7 +84,7 @@ def profile(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
 
 def measure(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Run one timing session."""
-    from lmperf.launching import ForkServer, must_spawn, process_environment
+    from lmperf.launching import ForkServer, must_spawn
 
     session = from_json(SessionSpec, spec)
     out = reports / "sessions" / f"{session.session}.jsonl"
@@ -97,10 +98,8 @@ def measure(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
 
 def train(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
     """Do one quality run."""
-    from lmperf.config import PROCESS_ENVIRONMENT
-
     quality = from_json(QualitySpec, spec)
-    restart_with(session_environment(PROCESS_ENVIRONMENT, quality.threads))
+    restart_with(process_environment(quality.threads, quality.environment))
     from lmperf.training import train
 
     outcome = train(quality, reports / "quality" / f"{quality.run}.json")
@@ -127,8 +126,8 @@ def compare(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progre
 
 
 def ablate(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progress) -> None:
-    """Quality table, ablation in five dimensions, ladders, and the claims."""
-    from lmperf.ablation import ablate, quality_table
+    """Quality and precision tables, ablation in five dimensions, ladders, and the claims."""
+    from lmperf.ablation import ablate, precision_table, quality_table
     from lmperf.claims import judge
     from lmperf.doctor import doctor
     from lmperf.tables import read_results
@@ -136,6 +135,7 @@ def ablate(spec: Mapping[str, Any], data: Path, reports: Path, progress: Progres
     results = read_results(reports / "results.parquet")
     files = [reports / "quality" / f"{name}.json" for name in spec["quality"]]
     quality = quality_table(files, reports / "tables")
+    precision_table(files, reports / "tables")
     ablate(results, quality, spec, reports / "tables")
     machine = read_json(reports / "tables" / "machine.json")
     machine["checklist"] = doctor(spec["config"], reports / "tables")["checklist"]
@@ -163,16 +163,11 @@ STAGES: dict[str, Callable[[Mapping[str, Any], Path, Path, Progress], None]] = {
 }
 
 
-def session_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The process environment of measured code: the declared settings and the thread count."""
-    counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return {**environment, **counts}
-
-
 def restart_with(environment: Mapping[str, str]) -> None:
     """Replace this process by itself with these variables set: the allocator and OpenMP read them only at start."""
-    if all(os.environ.get(name) == value for name, value in environment.items()) or "LMPERF_RESTARTED" in os.environ:
+    wanted = inherited_with(environment)
+    if wanted == dict(os.environ) or "LMPERF_RESTARTED" in os.environ:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **environment, "LMPERF_RESTARTED": "1"})
+    os.execve(sys.executable, sys.orig_argv, {**wanted, "LMPERF_RESTARTED": "1"})

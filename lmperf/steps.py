@@ -13,7 +13,7 @@ from lmperf.planning import Plan
 from lmperf.records import canonical_json, digest, to_json, write_json
 
 RESULTS = ("results.csv", "attention.csv")
-TABLES = ("quality.csv", "ablation.csv", "ladder.csv", "claims.csv")
+TABLES = ("quality.csv", "precision.csv", "ablation.csv", "ladder.csv", "claims.csv")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,18 @@ from lmperf.records import RESULT_COLUMNS, SCHEMA_VERSION, InputError, atomic_wr
 
 TABLES = tuple(
     f"{name}.csv"
-    for name in ("results", "ablation", "attention", "claims", "hotspots", "ladder", "quality", "utilisation", "warmup")
+    for name in (
+        "results",
+        "ablation",
+        "attention",
+        "claims",
+        "hotspots",
+        "ladder",
+        "precision",
+        "quality",
+        "utilisation",
+        "warmup",
+    )
 )
 NUMBERS = ("value", "baseline_value", "ratio", "ci_low", "ci_high", "noise_floor", "mde")
 RESULT_TYPES = {

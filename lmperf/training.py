@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import logging
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lmperf import evaluation, registry
-from lmperf.evaluation import Windows
 from lmperf.failures import reason_of, status_of
 from lmperf.implementations import ranks
 from lmperf.machine import fingerprint, machine
-from lmperf.model import StepReport, TrainingStep, apply_runtime, apply_transforms, build
+from lmperf.model import StepReport, apply_transforms
+from lmperf.numerics import dtype_table, underflow_share
+from lmperf.preparation import Run, batches_of, context_of, prepare, settle_process, windows
 from lmperf.provenance import provenance, scrub, scrubbed
-from lmperf.recipe import BuildContext, Recipe
+from lmperf.recipe import Recipe
 from lmperf.records import InputError, QualitySpec, to_json, write_json
-from lmperf.reference import LoaderSource
 from lmperf.schedule import learning_rate_factor, set_rates
-from lmperf.stability import StepRecord, stability
+from lmperf.stability import stability
 
 log = logging.getLogger(__name__)
 
@@ -39,28 +37,6 @@ FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, Ar
 
 class OutOfTime(RuntimeError):
     """The run's time limit was reached."""
-
-
-@dataclass
-class Run:
-    """Everything one quality run holds while it trains."""
-
-    spec: QualitySpec
-    recipe: Recipe
-    model: nn.Module
-    step: TrainingStep
-    validation: Windows
-    rows: slice  # this process's share of each batch
-    rates: tuple[float, ...]  # of the optimizer's groups, before the schedule
-    steps: StepRecord = field(default_factory=StepRecord)
-    curve: list[dict[str, Any]] = field(default_factory=list)
-    underflow: dict[str, float] | None = None
-    trained_s: float = 0.0  # in steps only, evaluation left out
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Target tokens that one step learns from."""
-        return self.spec.batch_size * self.spec.sequence_length
 
 
 def train(spec: QualitySpec, out: Path) -> dict[str, Any]:
@@ -89,8 +65,9 @@ def empty_outcome(spec: QualitySpec) -> dict[str, Any]:
     return {
         "schema": 1, "spec": scrubbed(to_json(spec)), "status": "crashed", "reason": None,
         "curve": [], "final": nothing, "before_finish": None, "held_out": None, "domains": {}, "long_context": None,
-        "long_context_reason": None, "stability": None, "gradient_underflow": None, "tokens_per_s": None,
-        "timing_note": "from an untimed run: not a benchmark", "peak_memory_bytes": None, "wall_s": None,
+        "long_context_reason": None, "stability": None, "gradient_underflow": None, "dtypes": None,
+        "dtypes_reason": None, "tokens_per_s": None, "timing_note": "from an untimed run: not a benchmark",
+        "peak_memory_bytes": None, "wall_s": None,
         "time_to_target_s": None, "target": None, "provenance": provenance(spec), "fingerprint": fingerprint(machine()),
     }  # fmt: skip
 
@@ -140,70 +117,6 @@ class Follow:
                 scheduled_step(run, number, x, y)
 
 
-def settle_process(spec: QualitySpec, recipe: Recipe) -> None:
-    """Threads, seeds and the recipe's process-wide settings: what makes two runs of one spec agree."""
-    torch.set_num_threads(spec.threads)
-    random.seed(spec.seed)
-    np.random.seed(spec.seed % 2**32)
-    torch.manual_seed(spec.seed)
-    apply_runtime(recipe)
-    if spec.device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-
-
-def batches_of(spec: QualitySpec, recipe: Recipe, scratch: Path) -> Iterator[tuple[Tensor, Tensor]]:
-    """The recipe's own loader over the training split; its order depends on the seed alone, so runs pair up."""
-    texts = spec.options.get("texts")
-    source = LoaderSource(
-        tokens=Path(spec.data), split="train", batch_size=spec.batch_size, length=spec.sequence_length,
-        seed=spec.seed, texts=Path(texts) if texts else None, scratch=scratch,
-    )  # fmt: skip
-    return recipe.loader(source)
-
-
-def prepare(spec: QualitySpec, recipe: Recipe, scratch: Path, rank: int = 0) -> Run:
-    """Build model, step and validation windows; a vocabulary that does not hold the tokens is an `InputError`."""
-    context = BuildContext(
-        shape=recipe.shape(spec.model), device=spec.device, seed=spec.seed,
-        batches=lambda: on_device(batches_of(spec, recipe, scratch), spec.device),
-    )  # fmt: skip
-    check_vocabulary(spec)
-    model = build(spec.model, recipe, seed=spec.seed, device=spec.device, context=context)
-    step = TrainingStep(
-        model, recipe, learning_rate=spec.learning_rate, device=spec.device, clip=spec.clip,
-        weight_decay=spec.weight_decay,
-    )  # fmt: skip
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise NotImplementedError("no quality run with sharded parameters: the function is the baseline's")
-    share = spec.batch_size // (1 if recipe.parallel is None else recipe.parallel.world_size)
-    rates = tuple(float(group["lr"]) for group in step.optimizer.param_groups)
-    rows = slice(rank * share, (rank + 1) * share)
-    return Run(spec, recipe, model, step, windows(spec, "validation", spec.sequence_length), rows, rates)
-
-
-def check_vocabulary(spec: QualitySpec) -> None:
-    """Refuse tokens that the model's vocabulary does not hold."""
-    from lmperf.corpus.datasets import TokenData
-
-    size = TokenData.open(spec.data, "train").vocab_size
-    if size > spec.model.vocab_size:
-        raise InputError(f"{spec.data}: tokens of a vocabulary of {size}; the model's holds {spec.model.vocab_size}")
-
-
-def windows(spec: QualitySpec, split: str, length: int) -> Windows:
-    """The evaluation windows of a split, about the same number of tokens at every length."""
-    batch = max(1, spec.batch_size * spec.sequence_length // length)
-    return evaluation.held_out_windows(
-        spec.data, split, length=length, batch_size=batch, batches=spec.evaluation_batches
-    )
-
-
-def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches moved to the device (nothing is copied when they are there)."""
-    for x, y in batches:
-        yield x.to(device), y.to(device)
-
-
 def train_steps(run: Run, batches: Iterator[tuple[Tensor, Tensor]], tell: Callable[[], None]) -> None:
     """All steps with an evaluation before the first, every `evaluate_every` and after the last."""
     spec = run.spec
@@ -238,28 +151,10 @@ def add_evaluation(run: Run, step: int) -> None:
         return
     found = evaluation.evaluate_score(run.model, run.recipe, run.validation, run.spec.device)
     if step:
-        run.underflow = gradient_underflow(run.model, run.step) or run.underflow
+        run.underflow = underflow_share(run.model) or run.underflow
     run.curve.append({"step": step, "tokens": step * run.tokens_per_step, "wall_s": run.trained_s, **found})
     loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
     log.info("%s: step %d, validation loss %s", run.spec.run, step, loss)
-
-
-def gradient_underflow(model: nn.Module, step: TrainingStep) -> dict[str, float] | None:
-    """Share of exactly zero elements among the gradients of each layer's matrices, and over all (`total`).
-
-    The embeddings are left out: rows that a batch does not use have a true gradient of zero.
-    """
-    zeros: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None or parameter.dim() < 2 or "embedding" in name or name.startswith("position"):
-            continue
-        layer = ".".join(name.removeprefix("_orig_mod.").split(".")[:2])
-        zeros[layer] = zeros.get(layer, 0) + int((parameter.grad == 0).sum())
-        sizes[layer] = sizes.get(layer, 0) + parameter.grad.numel()
-    if not sizes:
-        return None
-    return {"total": sum(zeros.values()) / sum(sizes.values()), **{key: zeros[key] / sizes[key] for key in sizes}}
 
 
 def conclude(run: Run) -> dict[str, Any]:
@@ -278,18 +173,30 @@ def conclude(run: Run) -> dict[str, Any]:
         finish(run)
         found = evaluation.evaluate_score(run.model, run.recipe, run.validation, spec.device)
         outcome |= {"before_finish": last, "final": found}
-    return outcome | generalisation(run)
+    return outcome | generalisation(run) | number_formats(run)
 
 
 def finish(run: Run) -> None:
     """Apply the recipe's after-training transforms (quantisation, pruning, fine-tuning)."""
-    spec = run.spec
     with tempfile.TemporaryDirectory(prefix="lmperf-finish-") as scratch:
-        context = BuildContext(
-            shape=run.recipe.shape(spec.model), device=spec.device, seed=spec.seed,
-            batches=lambda: on_device(batches_of(spec, run.recipe, Path(scratch)), spec.device),
-        )  # fmt: skip
-        run.model = apply_transforms(run.model, run.recipe.finish, context)
+        run.model = apply_transforms(run.model, run.recipe.finish, context_of(run.spec, run.recipe, Path(scratch)))
+
+
+def number_formats(run: Run) -> dict[str, Any]:
+    """The dtype of every kind of tensor, from one step of a model of the recipe with one layer, or why there is none.
+
+    A model of its own, so that the trained one is left as it is; eager, since compiling would cost more than it tells.
+    """
+    if run.recipe.parallel is not None:
+        return {"dtypes": None, "dtypes_reason": "the step spans several processes"}
+    spec = replace(run.spec, model=replace(run.spec.model, layers=1))
+    try:
+        with tempfile.TemporaryDirectory(prefix="lmperf-dtypes-") as scratch, torch.compiler.set_stance("force_eager"):
+            context = context_of(spec, run.recipe, Path(scratch))
+            table = dtype_table(run.recipe, spec.model, device=spec.device, context=context)
+    except FAILURES as error:
+        return {"dtypes": None, "dtypes_reason": scrub(reason_of(error))}
+    return {"dtypes": {row.tensor: row.dtype for row in table}, "dtypes_reason": None}
 
 
 def time_to_target(curve: list[dict[str, Any]], target: float | None) -> dict[str, Any]:

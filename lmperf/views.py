@@ -12,6 +12,7 @@ from typing import Any
 from lmperf import __version__
 from lmperf.catalogue import AXES, Entry, catalogue
 from lmperf.feeding import loader_lines
+from lmperf.precision_tables import precision_section
 from lmperf.quantities import finite
 from lmperf.records import InputError, read_json
 from lmperf.sweepviews import sweep_sections
@@ -40,6 +41,7 @@ METRICS = {
     "model_bytes": "model size",
     "bytes_on_wire": "bytes on the wire",
     "wait_share": "waiting share",
+    "break_even_steps": "compiling pays after",
     "cold_batch_s": "first batch, cold cache",
 }
 
@@ -64,6 +66,7 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
         "failures": [row for row in results if row["status"] != "ok" and row["metric"] in ("step_time_s", None, "")],
         "controls": [row for row in results if row["variant"] == "baseline_prime" and row["metric"] == "step_time_s"],
         "quality": [row for row in quality if row["metric"] in QUALITY_SHOWN],
+        "precision": precision_section(read_csv(tables / "precision.csv"), quality, entries),
         "ablation": five_dimensions(read_csv(tables / "ablation.csv")),
         "ladder": read_csv(tables / "ladder.csv"),
         "stack": spec["config"]["ablation"]["stack"],

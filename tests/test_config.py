@@ -46,6 +46,8 @@ def test_defaults_of_the_types_and_of_the_file_agree():
         ({"seed": "one"}, ["seed", "'one'", "integer"]),
         ({"device": "gpu"}, ["device", "'gpu'", "'cuda'"]),
         ({"quality": {"variants": ["attention/windo"]}}, ["attention/windo", "did you mean 'attention/window'"]),
+        ({"quality": {"variants": ["measured", "atention"]}}, ["'atention'", "did you mean 'attention'", "axis/name"]),
+        ({"quality": {"variants": ["mesured"]}}, ["quality.variants", "did you mean 'measured'"]),
         ({"ablation": {"stack": ["nonsense/x"]}}, ["ablation.stack", "nonsense/x"]),
         ({"corpus": {"sources": [{"name": "mine", "kind": "files"}]}}, ["corpus.sources.0", "path"]),
         ({"corpus": {"sources": []}}, ["corpus.sources"]),

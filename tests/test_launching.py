@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lmperf.launching import ForkServer, Outcome, process_environment
+from lmperf.environments import process_environment
+from lmperf.launching import ForkServer, Outcome
 
 HERE = str(Path(__file__).parent)
 GIB = 1 << 30

@@ -4,18 +4,22 @@ import torch
 
 from lmperf.model import TrainingStep, build
 from lmperf.numerics import dtype_table, layer_of, missing_update_error, norm_table, underflow_share
-from lmperf.recipe import Recipe
+from lmperf.precision_tables import KINDS
+from lmperf.recipe import Precision, Recipe
 from lmperf.records import ModelShape
 from lmperf.reference import layer_norm
 
 SHAPE = ModelShape(vocab_size=61, context_length=24, layers=2, heads=2, kv_heads=2, d_model=32, d_ff=64)
 
 
-def test_underflow_counts_zero_and_subnormal_gradients_by_layer():
-    model = torch.nn.Linear(4, 1, bias=False)
-    model.weight.grad = torch.tensor([[1.0, 1e-5, 1e-12, 0.0]])
-    assert underflow_share(model) == {"weight": 0.75}
-    assert underflow_share(model, scale=2.0**16) == {"weight": 0.5}  # 1e-12 · 65536 is still subnormal
+def test_underflow_counts_zeros_by_layer_and_what_a_format_would_lose():
+    model = torch.nn.Linear(4, 1)
+    model.weight.grad, model.bias.grad = torch.tensor([[1.0, 1e-5, 1e-12, 0.0]]), torch.zeros(1)
+    assert underflow_share(model) == {"total": 0.25, "weight": 0.25}  # vectors are left out
+    half = torch.float16
+    assert underflow_share(model, dtype=half)["total"] == 0.75  # 1e-5 is subnormal
+    assert underflow_share(model, dtype=half, scale=2.0**16)["total"] == 0.5  # 1e-12 · 65536 still is
+    assert underflow_share(torch.nn.Linear(4, 1)) == {}
 
 
 def test_underflow_of_a_model_falls_with_the_loss_scale():
@@ -23,22 +27,24 @@ def test_underflow_of_a_model_falls_with_the_loss_scale():
     step = TrainingStep(model, Recipe(), learning_rate=0.0)
     tokens = torch.randint(61, (2, 25), generator=torch.Generator().manual_seed(0))
     step(tokens[:, :-1], tokens[:, 1:])
-    plain, scaled, shrunk = (underflow_share(model, scale=s) for s in (1.0, 2.0**12, 1e-6))
-    assert set(plain) == {"embedding", "position", "blocks.0", "blocks.1", "norm"}
+    plain, scaled, shrunk = (underflow_share(model, dtype=torch.float16, scale=s) for s in (1.0, 2.0**12, 1e-6))
+    assert set(plain) == {"total", "blocks.0", "blocks.1"}  # embeddings have true zeros, norms are vectors
     assert all(scaled[layer] <= plain[layer] <= shrunk[layer] for layer in plain)
     assert shrunk["blocks.0"] == 1.0
+    assert underflow_share(model)["total"] < 0.05
 
 
 def test_layers_are_named_by_block():
     assert layer_of("blocks.11.norm_1.weight") == "blocks.11"
     assert layer_of("embedding.weight") == "embedding"
+    assert layer_of("module._orig_mod.blocks.3._orig_mod.norm_1.weight") == "blocks.3"
 
 
-def test_dtype_table_has_each_kind_once():
-    names = [row.tensor for row in dtype_table(Recipe(), SHAPE)]
-    wanted = {"parameters", "first linear's output", "norm's output", "logits", "loss", "gradients"}
-    assert wanted <= set(names)
+def test_dtype_table_has_each_kind_once_and_a_column_in_the_tables():
+    masters = Recipe(precision=Precision(parameters=torch.bfloat16, master_weights=True))
+    names = [row.tensor for row in dtype_table(masters, SHAPE)]
     assert len(names) == len(set(names))
+    assert set(names) == set(KINDS)
 
 
 def test_grad_scaler_refuses_a_loop_without_update():

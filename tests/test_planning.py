@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from lmperf.catalogue import catalogue
 from lmperf.config import load
-from lmperf.planning import make_plan, minimum_rounds, stack_recipes
+from lmperf.design import minimum_rounds
+from lmperf.planning import make_plan, quality_recipes, stack_recipes
 from lmperf.records import InputError, SessionSpec, from_json, to_json
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +89,26 @@ def test_what_is_left_out_is_named():
     known = plan().report["left_out"]
     assert "attention/gqa" in known
     assert "attention/window" not in known
+
+
+def test_quality_variants_may_name_whole_axes_and_what_is_measured():
+    recipes = quality_recipes(load([ROOT / "config.yaml"], ["quality.variants=[measured, precision, attention/lsh]"]))
+    known = catalogue()
+    owed = {key for key, entry in known.items() if entry.axis == "precision" and entry.quality_run}
+    measured = set(quality_recipes(load([ROOT / "config.yaml"], ["quality.variants=measured"])))
+    assert set(recipes) == {"baseline", "stack", "attention/lsh"} | owed | measured
+    assert {"precision/fp8", "precision/fp16_no_update"} <= owed
+    assert not any(known[key].baseline for key in owed)
+
+
+def test_the_smallest_effect_is_no_part_of_a_measurement():
+    before, after = plan(), plan("measure.smallest_effect=0.05")
+    assert changed(before, after) == ({"ablate", "report"}, set(), set())
+    assert before.compare != after.compare
+    assert before.compare["config_hash"] != after.compare["config_hash"]
+
+
+def test_all_measured_processes_get_the_same_environment():
+    made = plan('measure.environment={GOMP_SPINCOUNT: "7"}')
+    specs = [*made.sessions.values(), *made.quality.values(), from_json(SessionSpec, made.profile["session"])]
+    assert {spec.environment["GOMP_SPINCOUNT"] for spec in specs} == {"7"}

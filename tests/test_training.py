@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers_tokens import VOCABULARY, english, write_tokens
 
-from lmperf import evaluation, registry, schedule, training
+from lmperf import evaluation, preparation, registry, schedule, training
 from lmperf.model import build
 from lmperf.recipe import Precision, Recipe
 from lmperf.records import InputError, ModelShape, QualitySpec, from_json, read_json
@@ -122,6 +122,7 @@ def test_a_run_learns_and_is_told_whole(spec, tmp_path):
     assert outcome["held_out"]["bits_per_byte"] > 0
     assert set(outcome["domains"]) == {"code"}
     assert outcome["gradient_underflow"]["total"] < 0.2
+    assert outcome["dtypes"]["parameters"] == outcome["dtypes"]["logits"] == "float32"
     assert outcome["peak_memory_bytes"] is None
     assert outcome["tokens_per_s"] > 0
     assert read_json(tmp_path / "run.json") == json.loads(json.dumps(outcome))
@@ -203,7 +204,10 @@ def test_after_training_transforms_are_evaluated_too(spec, tmp_path, plugin):
 def test_the_loss_scale_is_recorded(spec, tmp_path, plugin):
     outcome = run(spec, tmp_path, variants=("precision/half_scaled",), plugins=(plugin,), steps=8)
     assert outcome["stability"]["scale"][0][1] == 65536.0
-    assert outcome["stability"]["skipped_scaler_steps"] >= 0
+    assert outcome["stability"]["skipped_scaler_steps"] == len(outcome["stability"]["skipped_at"])
+    assert outcome["stability"]["steps"] == 8
+    assert outcome["dtypes"]["logits"] == "float16"
+    assert outcome["dtypes"]["gradients"] == "float32"
     assert run(spec, tmp_path, steps=8)["stability"]["skipped_scaler_steps"] is None
 
 
@@ -211,6 +215,7 @@ def test_several_processes_train_as_one(spec, tmp_path):
     single = run(spec, tmp_path, steps=6)
     joined = run(spec, tmp_path, steps=6, variants=("distributed/ddp_flat",))
     assert joined["status"] == "ok"
+    assert (joined["dtypes"], "several processes" in joined["dtypes_reason"]) == (None, True)
     assert joined["final"]["loss"] == pytest.approx(single["final"]["loss"], rel=1e-3)
     assert joined["curve"][-1]["tokens"] == single["curve"][-1]["tokens"]
     assert multiprocessing.active_children() == []
@@ -227,7 +232,7 @@ def test_sharded_parameters_are_refused_with_a_reason(spec, tmp_path, monkeypatc
         model.norm.weight.full_tensor = None
         return model
 
-    monkeypatch.setattr(training, "build", sharded)
+    monkeypatch.setattr(preparation, "build", sharded)
     outcome = run(spec, tmp_path)
     assert outcome["status"] == "unsupported"
     assert "sharded" in outcome["reason"]
@@ -360,7 +365,9 @@ def test_stability_counts():
     for step, loss in enumerate(falling(60, (40,))):
         record.add(loss, 1.0 if step else math.inf, step < 2, 2.0 ** -min(step, 2))
     found = stability(record, [5.0, 3.0])
-    assert found["nonfinite_steps"] == 1
+    assert (found["steps"], found["nonfinite_steps"], found["nonfinite_losses"]) == (60, 1, 0)
+    assert found["nonfinite_gradients"] == 1
+    assert found["skipped_at"] == [0, 1]
     assert found["loss_spikes"] == 1
     assert found["skipped_scaler_steps"] == 2
     assert found["grad_norm_p99"] == 1.0
