@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +102,17 @@ def test_settings_are_there_before_python_starts_and_empty_ones_are_not() -> Non
         assert run(server, "variable", key="GOMP_SPINCOUNT").value["value"] == "1000"
         assert run(server, "variable", key="OMP_NUM_THREADS").value["value"] == "1"
         assert run(server, "variable", key="MALLOC_TOP_PAD_").value["value"] is None
+
+
+def test_a_stage_restarts_itself_with_the_same_settings() -> None:
+    code = (
+        "import os; from lmperf.environments import process_environment as p; from lmperf.stages import restart_with;"
+        "restart_with(p(1, {'MALLOC_TOP_PAD_': ''}));"
+        "print(*(os.environ.get(n) for n in ('OMP_NUM_THREADS', 'GOMP_SPINCOUNT', 'MALLOC_TOP_PAD_')))"
+    )
+    before = {**os.environ, "OMP_NUM_THREADS": "7", "MALLOC_TOP_PAD_": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=before, capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["1 1000 None", ""]
 
 
 def test_spawned_jobs_answer_and_fail_alike() -> None:
