@@ -39,7 +39,7 @@ def write_tokens(folder: Path, count: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 50_000, count, dtype=np.uint16)
     tokens.tofile(folder / "train.bin")
     writer = SplitWriter(folder, "train", tokens.dtype, {"tokenizer_sha256": "none"})
-    writer.add(tokens, documents=1, size=count)
+    writer.add(tokens, ends=np.array([count - 1]), size=count)
     manifest = {"schema": 1, "vocab_size": 50_000, "end_of_text": 0, "tokenizer_sha256": "none"}
     write_json(folder / "manifest.json", {**manifest, "splits": {"train": writer.close()}})
 

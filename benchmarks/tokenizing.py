@@ -2,8 +2,9 @@
 
 The text is the Python source that ships with the interpreter (one document a file), or `--shards FOLDER`. Every arm
 runs in a fresh process (the libraries cache words), the arms take turns, imports are outside the clock, the shards'
-pages are dropped before each. All arms use one tokenizer, trained beforehand; the stage is timed from the text shards
-on disk to the finished token shards with their hashes, the bare libraries only from a list of strings to ids.
+pages are dropped before each; every library uses all cores, as it does by itself. All arms use one tokenizer, trained
+beforehand; the stage is timed from the text shards on disk to the finished token shards with their hashes, the bare
+libraries only from a list of strings to ids.
 The stage first checks the accelerator against HF `tokenizers`, a fixed cost; the accelerator is therefore compared with
 its own `encode_batch` on a large corpus (the same files several times, a number put before each).
 Wanted: stage ≥ 0.8 of `encode_batch` of the library in use; ≥ 1.5 of `datasets.map` with the default, ≥ 8 with the

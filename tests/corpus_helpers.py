@@ -63,20 +63,30 @@ def run_and_kill(shards: str, out: str, expected: str, times: int) -> None:
     Every attempt is a fork of this process, which has imported everything and started no thread. After each kill,
     either there is no manifest or everything is as in `expected`.
     """
-    from lmperf.corpus.tokenizer import tokenize
-
     chance, killed, folder, whole = random.Random(7), 0, Path(out), tree(Path(expected))
+    undisturbed = _begin(shards, folder.with_name("undisturbed"))
+    began = time.monotonic()
+    os.waitpid(undisturbed, 0)
+    span = time.monotonic() - began
     for _ in range(times):
-        left = set(folder.glob(".building-*"))
-        if not (child := os.fork()):
-            tokenize(Path(shards), folder, vocab_size=400, block=33, accelerator="none")
-            os._exit(0)
-        began = time.monotonic()
-        while not set(folder.glob(".building-*")) - left and time.monotonic() - began < 10:
-            time.sleep(0.001)
-        time.sleep(chance.random() * 0.06)
+        child = _begin(shards, folder)
+        time.sleep(chance.random() * span)
         os.kill(child, signal.SIGKILL)
         killed += os.waitpid(child, 0)[1] == signal.SIGKILL
         if (folder / "manifest.json").exists() and tree(folder) != whole:
             raise AssertionError("a manifest stands over files that are not its own")
     sys.stdout.write(f"{killed}\n")
+
+
+def _begin(shards: str, folder: Path) -> int:
+    """The process id of a fork that runs the tokenize stage, as soon as it has begun to write."""
+    from lmperf.corpus.tokenizer import tokenize
+
+    left = set(folder.glob(".building-*"))
+    if not (child := os.fork()):
+        tokenize(Path(shards), folder, vocab_size=400, block=33, accelerator="none")
+        os._exit(0)
+    began = time.monotonic()
+    while not set(folder.glob(".building-*")) - left and time.monotonic() - began < 10:
+        time.sleep(0.001)
+    return child

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 ACCELERATORS = ("auto", "fastokens", "none")
 FUZZ_TEXTS = 400
-BATCH_BYTES = {"tokenizers": 2 << 20, "fastokens": 8 << 20}  # HF keeps about 100 bytes a token, fastokens 4
+BATCH_BYTES = {"tokenizers": 1 << 20, "fastokens": 4 << 20}  # HF keeps about 100 bytes a token, fastokens 8
 Encode = Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]  # texts → ids (uint32, joined), lengths (int64)
 
 
@@ -68,8 +68,6 @@ def choose_engine(tokenizer: Tokenizer, wanted: str, first_texts: Sequence[str])
     `wanted` "auto" falls back to HF `tokenizers` with a log line; "fastokens" makes a missing or unequal accelerator an
     `InputError`; "none" never tries it.
     """
-    if wanted not in ACCELERATORS:
-        raise InputError(f"tokenizer.accelerator: {wanted!r} is unknown; allowed: {', '.join(ACCELERATORS)}")
     reference = reference_encoder(tokenizer)
     if wanted == "none":
         return _engine("tokenizers", reference, "asked for")
@@ -90,8 +88,9 @@ def _try_fastokens(tokenizer: Tokenizer, reference: Encode, first_texts: Sequenc
     if importlib.util.find_spec("fastokens") is None:
         return None, "fastokens is not installed"
     try:
-        encode = fastokens_encoder(tokenizer.to_str())
-        texts = [*first_texts, *fuzz_texts(_special_tokens(tokenizer))]
+        text = tokenizer.to_str()
+        encode = fastokens_encoder(text)
+        texts = [*first_texts, *fuzz_texts(_special_tokens(text))]
         different = first_difference(reference, encode, texts)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return None, f"fastokens refused this tokenizer ({error})"
@@ -117,8 +116,8 @@ def first_difference(reference: Encode, candidate: Encode, texts: Sequence[str])
     return None
 
 
-def _special_tokens(tokenizer: Tokenizer) -> list[str]:
-    added = json.loads(tokenizer.to_str()).get("added_tokens") or []
+def _special_tokens(tokenizer_json: str) -> list[str]:
+    added = json.loads(tokenizer_json).get("added_tokens") or []
     return [token["content"] for token in added][:20]
 
 

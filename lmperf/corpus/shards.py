@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -185,14 +187,62 @@ def read_shards(shards: Path, *, verify: bool = True) -> Iterator[tuple[str, str
 
 def shard_paths(shards: Path, *, verify: bool = True) -> Iterator[Path]:
     """The shards' paths in the manifest's order, each checked (see `read_shards`) when it is asked for."""
-    shards = Path(shards)
+    for path, sha256 in _listed(Path(shards)):
+        if verify:
+            _check_hash(path, sha256)
+        yield path
+
+
+def _listed(shards: Path) -> Iterator[tuple[Path, str]]:
     for record in read_json(shards / "manifest.json")["shards"]:
         path = shards / record["file"]
         if not path.is_file():
             raise InputError(f"{path}: the shard is missing; run ingest again")
-        if verify and (found := file_sha256(path)) != record["sha256"]:
-            raise InputError(f"{path}: sha256 is {found[:16]}…, expected {record['sha256'][:16]}…; run ingest again")
-        yield path
+        yield path, record["sha256"]
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    if (found := file_sha256(path)) != expected:
+        raise InputError(f"{path}: sha256 is {found[:16]}…, expected {expected[:16]}…; run ingest again")
+
+
+class HashCheck:
+    """Checks every shard against its SHA-256 in a second thread while the body of a `with` already reads the shards.
+
+    What the body makes must stay unpublished until `wait` has returned. An error in the body gives way to that of a
+    damaged shard, which is then its likely cause.
+    """
+
+    def __init__(self, shards: Path) -> None:
+        self._listed = list(_listed(Path(shards)))
+        self._pool = ThreadPoolExecutor(1)
+        self._checks: deque[Future[None]] = deque()
+
+    def start(self) -> None:
+        """Begin (`wait` does so too). It keeps the disk busy: what has to be read soon is better read before."""
+        self._checks.extend(self._pool.submit(_check_hash, *each) for each in self._listed)
+        self._listed = []
+
+    def look(self) -> None:
+        """Raise `InputError` for a shard already found to be damaged; never waits."""
+        while self._checks and self._checks[0].done():
+            self._checks.popleft().result()
+
+    def wait(self) -> None:
+        """Return when every shard is known to be whole; `InputError` names the first that is not."""
+        self.start()
+        while self._checks:
+            self._checks.popleft().result()
+
+    def __enter__(self) -> HashCheck:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Exception):
+                self.wait()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
 
 def iter_texts(shards: Path, domain: str | None = None, *, verify: bool = True) -> Iterator[str]:

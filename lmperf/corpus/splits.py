@@ -1,4 +1,4 @@
-"""Which document goes to which split: a survey of the text shards, and the text of each split piece by piece.
+"""Which document goes to which split: a survey of the text shards, and the assignment that follows from it.
 
 A document is placed by a hash of its identifier, so that adding files moves no document from one split to another and
 equal documents always fall on the same side. A corpus of a few documents cannot be split that way: there every
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from lmperf.corpus.shards import shard_paths
 from lmperf.records import InputError
@@ -56,11 +57,11 @@ class Assignment:
     by: str  # "document" | "position"
     held_out: float
 
-    def used_whole(self, first: int, stop: int) -> list[int]:
+    def used_whole(self, first: int, stop: int) -> np.ndarray:
         """For the documents from `first` to before `stop` the split of each that is used uncut, -1 for the others."""
         split = self.split[first:stop]
         cut = (self.take[first:stop] < self.sizes[first:stop]) | ((split <= 2) & (self.by == "position"))
-        return np.where(cut, -1, split).tolist()
+        return np.where(cut, -1, split)
 
     def parts(self, document: int, text: pa.Buffer) -> Iterator[tuple[int, int, int]]:
         """(split, first byte, last byte + 1) for each part of `document` that is used."""
@@ -77,49 +78,83 @@ class Assignment:
                 yield index, start, stop
 
 
-class Piece(NamedTuple):  # a tuple, since a corpus may have millions
-    """A stretch of one document: `last` closes the document (within its split)."""
+def survey(shards: Path, *, seed: int) -> Survey:
+    """Read the document, domain and length columns of every shard; of the text only the offsets are touched.
 
-    split: int
-    text: str
-    size: int  # UTF-8 bytes
-    last: bool
-    document: int
-
-
-def survey(shards: Path, *, seed: int, verify: bool = True) -> Survey:
-    """Read the document, domain and length columns of every shard; of the text only the offsets are touched."""
-    files = tuple(shard_paths(shards, verify=verify))
+    No shard's hash is looked at: `HashCheck` does that at the same time.
+    """
+    files = tuple(shard_paths(shards, verify=False))
     names: dict[str, int] = {}
     domain: list[np.ndarray] = []
     sizes: list[np.ndarray] = []
     keys: list[np.ndarray] = []
     for path in files:
-        for batch in _record_batches(path):
-            column = batch.column("domain").to_pylist()
-            domain.append(np.array([names.setdefault(name, len(names)) for name in column], dtype=np.int32))
-            sizes.append(pc.binary_length(batch.column("text")).to_numpy(zero_copy_only=False).astype(np.int64))
-            keys.append(_keys(batch.column("document").to_pylist(), seed))
+        for batch in record_batches(path, sparsely=True):
+            domain.append(_numbered(batch.column("domain"), names))
+            sizes.append(np.diff(strings_of(batch, "text")[1]))
+            keys.append(_keys(*strings_of(batch, "document"), seed))
     if not sum(len(part) for part in sizes):
         raise InputError(f"{shards}: the shards hold no document; check the sources and their quarantine")
     return Survey(files, tuple(names), np.concatenate(domain), np.concatenate(sizes), np.concatenate(keys))
 
 
-def _record_batches(path: Path) -> Iterator[pa.RecordBatch]:
+def record_batches(path: Path, *, sparsely: bool = False) -> Iterator[pa.RecordBatch]:
+    """The record batches of a text shard as views of the mapped file; one that is no text shard is an `InputError`.
+
+    `sparsely` when little of it will be looked at: else the system reads the neighbourhood of every place, which
+    together is the whole file.
+    """
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    except pa.ArrowInvalid as error:
+        reader = pa.ipc.open_file(pa.BufferReader(_mapped(path, sparsely)))
+        missing = {"text", "document", "domain"} - set(reader.schema.names)
+        if missing:
+            has = ", ".join(reader.schema.names)
+            raise InputError(f"{path}: column {sorted(missing)[0]!r} is missing; it has {has}")
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
+            batch.validate()  # the lengths are those of the buffers: no read goes beyond them
+            batch.column("domain").validate(full=True)
+            if len(batch):
+                yield batch
+    except (pa.ArrowInvalid, OSError) as error:
         raise InputError(f"{path}: not an Arrow IPC file ({error})") from None
-    missing = {"text", "document", "domain"} - set(reader.schema.names)
-    if missing:
-        raise InputError(f"{path}: column {sorted(missing)[0]!r} is missing; it has {', '.join(reader.schema.names)}")
-    for index in range(reader.num_record_batches):
-        yield reader.get_batch(index)
 
 
-def _keys(documents: list[str], seed: int) -> np.ndarray:
+def _mapped(path: Path, sparsely: bool) -> pa.Buffer:
+    if not path.stat().st_size:
+        raise InputError(f"{path}: not an Arrow IPC file (it is empty)")
+    with path.open("rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    if sparsely and hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return pa.py_buffer(mapped)
+
+
+def _numbered(column: pa.Array, names: dict[str, int]) -> np.ndarray:
+    """The values of a column as indices into `names`, which takes up new ones in the order of their first use."""
+    encoded = column.dictionary_encode()
+    numbers = [names.setdefault(name.as_py(), len(names)) for name in encoded.dictionary]
+    return np.array(numbers, dtype=np.int32)[np.frombuffer(encoded.indices.buffers()[1], np.int32)[: len(column)]]
+
+
+def strings_of(batch: pa.RecordBatch, name: str) -> tuple[pa.Buffer, np.ndarray]:
+    """A column of strings as one mapped buffer and where each begins in it (int64, one more than there are strings).
+
+    No text is copied, and pandas, which Arrow's own conversions import (half a second), stays out.
+    """
+    column = batch.column(name).cast(pa.large_string())
+    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64)[column.offset : column.offset + len(column) + 1]
+    buffer = column.buffers()[2] or pa.py_buffer(b"")
+    if offsets[0] < 0 or offsets[-1] > buffer.size or (offsets[1:] < offsets[:-1]).any():
+        raise InputError(f"column {name!r} of the shards is damaged; run `lmperf ingest` again")
+    return buffer, offsets
+
+
+def _keys(names: pa.Buffer, offsets: np.ndarray, seed: int) -> np.ndarray:
     salt = (seed % (1 << 64)).to_bytes(8, "little")
-    joined = b"".join(hashlib.blake2b(name.encode(), digest_size=8, salt=salt).digest() for name in documents)
+    view, places = memoryview(names), offsets.tolist()
+    documents = (view[start:stop] for start, stop in pairwise(places))
+    joined = b"".join(hashlib.blake2b(name, digest_size=8, salt=salt).digest() for name in documents)
     return np.frombuffer(joined, dtype="<u8")
 
 
@@ -191,46 +226,6 @@ def cut_point(text: pa.Buffer, wanted: int) -> int:
     return start + index
 
 
-def pieces(found: Survey, chosen: Assignment) -> Iterator[Piece]:
-    """All text of all splits in reading order, in pieces of at most 1 MiB, whatever the size of a document."""
-    number = 0
-    for path in found.files:
-        for batch in _record_batches(path):
-            text, offsets = _text_buffer(batch)
-            whole = chosen.used_whole(number, number + len(batch))
-            for start, stop, split in zip(offsets, offsets[1:], whole, strict=False):
-                document = text.slice(start, stop - start)
-                if split >= 0 and 0 < stop - start <= PIECE_BYTES:
-                    yield Piece(split, _decoded(document, number), stop - start, True, number)
-                elif stop > start:
-                    yield from _document_pieces(number, document, chosen)
-                number += 1
-
-
-def _text_buffer(batch: pa.RecordBatch) -> tuple[pa.Buffer, list[int]]:
-    """The texts of a batch as one mapped buffer and the offsets in it; Arrow's own scalars would copy each text."""
-    column = batch.column("text").cast(pa.large_string())
-    offsets = np.frombuffer(column.buffers()[1], dtype=np.int64)[column.offset : column.offset + len(column) + 1]
-    return column.buffers()[2] or pa.py_buffer(b""), offsets.tolist()
-
-
-def _document_pieces(number: int, text: pa.Buffer, chosen: Assignment) -> Iterator[Piece]:
-    for split, start, stop in chosen.parts(number, text):
-        while start < stop:
-            end = min(stop, start + PIECE_BYTES)
-            if end < stop:
-                end = start + cut_point(text.slice(start), PIECE_BYTES)
-            yield Piece(split, _decoded(text.slice(start, end - start), number), end - start, end == stop, number)
-            start = end
-
-
-def _decoded(part: pa.Buffer, number: int) -> str:
-    try:
-        return part.to_pybytes().decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"document {number} of the shards is not valid UTF-8 ({error}); run `lmperf ingest`") from None
-
-
 def training_sample(found: Survey, chosen: Assignment, limit: int) -> Mapping[int, int]:
     """Document number → bytes of it, for the tokenizer: training documents of highest hash up to `limit` bytes in all.
 
@@ -244,19 +239,6 @@ def training_sample(found: Survey, chosen: Assignment, limit: int) -> Mapping[in
     before = np.cumsum(sizes) - sizes
     kept = before < limit
     return dict(zip(order[kept].tolist(), np.minimum(sizes, limit - before)[kept].tolist(), strict=True))
-
-
-def sample_texts(found: Survey, chosen: Assignment, sample: Mapping[int, int]) -> Iterator[str]:
-    """The texts of `training_sample`: the start of each document, never reaching beyond its training part."""
-    number = 0
-    for path in found.files:
-        for batch in _record_batches(path):
-            buffer, offsets = _text_buffer(batch)
-            for row in (row for row in range(len(batch)) if number + row in sample):
-                text = buffer.slice(offsets[row], offsets[row + 1] - offsets[row])
-                stop = next((stop for split, _, stop in chosen.parts(number + row, text) if split == 0), 0)
-                yield _decoded(text.slice(0, cut_point(text, min(stop, sample[number + row]))), number + row)
-            number += len(batch)
 
 
 def describe(found: Survey, chosen: Assignment) -> dict[str, Any]:

@@ -28,7 +28,10 @@ def file_stem(split: str) -> str:
 
 
 class SplitWriter:
-    """Collects the tokens of one split and writes `<split>-00000.arrow`, `-00001`, … of at most 64 MiB each."""
+    """Collects the tokens of one split and writes `<split>-00000.arrow`, `-00001`, … of 64 MiB each, the last of less.
+
+    A shard is cut at its size wherever that falls, so that the files do not depend on how the tokens were handed over.
+    """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype[Any], metadata: Mapping[str, str]) -> None:
         self.name = name
@@ -37,35 +40,41 @@ class SplitWriter:
         self._schema = pa.schema(
             [pa.field("tokens", pa.from_numpy_dtype(dtype), nullable=False)], {**metadata, "split": name}
         )
-        self._limit = SHARD_BYTES // dtype.itemsize
-        self._waiting: list[np.ndarray] = []
-        self._tokens = self._documents = 0  # waiting
+        self._buffer = np.empty(SHARD_BYTES // dtype.itemsize, dtype)  # touched, and so in memory, only where written
+        self._tokens = self._documents = 0  # of the shard in progress
         self._size = 0
         self._shards: list[dict[str, Any]] = []
 
-    def add(self, tokens: np.ndarray, *, documents: int, size: int) -> None:
-        """Append `tokens` (1-D, end-of-text ids in place) that close `documents` and stand for `size` UTF-8 bytes."""
+    def add(self, tokens: np.ndarray, *, ends: np.ndarray, size: int) -> None:
+        """Append `tokens` (1-D), which stand for `size` UTF-8 bytes; `ends` are the places that close a document."""
         if tokens.size and int(tokens.max()) > np.iinfo(self._dtype).max:
             raise ValueError(f"split {self.name}: token id {int(tokens.max())} does not fit {self._dtype.name}")
-        self._waiting.append(tokens.astype(self._dtype))
-        self._tokens += len(tokens)
-        self._documents += documents
         self._size += size
-        if self._tokens >= self._limit:
-            self._write()
+        start = 0
+        while start < len(tokens):
+            stop = min(len(tokens), start + len(self._buffer) - self._tokens)
+            self._buffer[self._tokens : self._tokens + stop - start] = tokens[start:stop]
+            self._tokens += stop - start
+            self._documents += int(np.diff(np.searchsorted(ends, (start, stop)))[0])
+            start = stop
+            if self._tokens == len(self._buffer):
+                self._write()
 
     def _write(self) -> None:
         path = self._folder / f"{file_stem(self.name)}-{len(self._shards):05d}.arrow"
-        tokens = pa.array(np.concatenate(self._waiting))
+        # Not `pa.array`: that imports pandas, half a second.
+        tokens = pa.Array.from_buffers(
+            self._schema[0].type, self._tokens, [None, pa.py_buffer(self._buffer[: self._tokens])]
+        )
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._schema) as writer:
             writer.write_batch(pa.record_batch([tokens], schema=self._schema))
         entry = {"file": path.name, "sha256": file_sha256(path), "tokens": self._tokens, "documents": self._documents}
         self._shards.append(entry)
-        self._waiting, self._tokens, self._documents = [], 0, 0
+        self._tokens = self._documents = 0
 
     def close(self) -> dict[str, Any]:
         """Write what is left and return the split's manifest entry."""
-        if self._waiting:
+        if self._tokens:
             self._write()
         total = {key: sum(shard[key] for shard in self._shards) for key in ("tokens", "documents")}
         return {"shards": self._shards, **total, "bytes": self._size}

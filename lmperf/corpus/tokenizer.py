@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,8 +19,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lmperf.corpus import splits
-from lmperf.corpus.accelerator import Engine, choose_engine
+from lmperf.corpus.accelerator import ACCELERATORS, Engine, choose_engine
 from lmperf.corpus.encoding import encode_splits
+from lmperf.corpus.shards import HashCheck
+from lmperf.corpus.split_texts import pieces, sample_texts
 from lmperf.corpus.token_shards import token_dtype
 from lmperf.records import CheckFailed, InputError, write_json
 
@@ -74,34 +76,44 @@ def tokenize(
     manifest is written last. Raises `InputError` when a split has fewer than
     `block` tokens, `CheckFailed` when the disk is full.
     """
-    _check_arguments(vocab_size, sample_bytes, held_out, block)
-    say = progress or _silent
-    say("surveying the shards")
-    found = splits.survey(Path(shards), seed=seed)
-    chosen = splits.assign(found, training_domain=training_domain, held_out=held_out, domain_bytes=DOMAIN_BYTES)
-    sample = splits.training_sample(found, chosen, sample_bytes)
-    say("own tokenizer" if tokenizer_file else "training the tokenizer")
-    loaded = _tokenizer(found, chosen, sample, vocab_size, tokenizer_file)
-    engine = choose_engine(loaded.tokenizer, accelerator, _first_texts(found, chosen))
+    _check_arguments(vocab_size, sample_bytes, held_out, block, accelerator)
+    own = None if tokenizer_file is None else _read(Path(tokenizer_file))
     asked = {"vocab_size": vocab_size, "sample_bytes": sample_bytes, "training_domain": training_domain, "seed": seed}
-    with _building(Path(out)) as building:
-        written = encode_splits(
-            found,
-            chosen,
-            engine,
-            building,
-            vocab_size=loaded.vocab_size,
-            end_of_text=loaded.end_of_text,
-            metadata={"tokenizer_sha256": loaded.sha256, "end_of_text": str(loaded.end_of_text)},
-            progress=say,
-        )
-        left_out = _check_sizes(written, block, chosen, Path(shards))
-        manifest = _manifest(loaded, engine, written, left_out, block)
-        manifest["split"] = splits.describe(found, chosen)
-        manifest["training_domain"] = chosen.training_domain
-        manifest["sample"] = {"documents": len(sample), "bytes": sum(sample.values())}
-        manifest["asked"] = {**asked, "tokenizer_file": tokenizer_file is not None, "held_out": held_out}
-        _publish(building, Path(out), loaded.text, manifest)
+    with HashCheck(Path(shards)) as check:
+
+        def say(message: str) -> None:
+            check.look()
+            (progress or _silent)(message)
+
+        say("surveying the shards")
+        found = splits.survey(Path(shards), seed=seed)
+        check.start()
+        chosen = splits.assign(found, training_domain=training_domain, held_out=held_out, domain_bytes=DOMAIN_BYTES)
+        sample = splits.training_sample(found, chosen, sample_bytes)
+        say("training the tokenizer" if own is None else "own tokenizer")
+        texts = _first_texts(found, chosen)
+        text = _train(found, chosen, sample, vocab_size) if own is None else own
+        loaded = _loaded(text, tokenizer_file or "the trained tokenizer", texts)
+        engine = choose_engine(loaded.tokenizer, accelerator, texts)
+        with _building(Path(out)) as building:
+            written = encode_splits(
+                found,
+                chosen,
+                engine,
+                building,
+                vocab_size=loaded.vocab_size,
+                end_of_text=loaded.end_of_text,
+                metadata={"tokenizer_sha256": loaded.sha256, "end_of_text": str(loaded.end_of_text)},
+                progress=say,
+            )
+            left_out = _check_sizes(written, block, chosen, Path(shards))
+            manifest = _manifest(loaded, engine, written, left_out, block)
+            manifest["split"] = splits.describe(found, chosen)
+            manifest["training_domain"] = chosen.training_domain
+            manifest["sample"] = {"documents": len(sample), "bytes": sum(sample.values())}
+            manifest["asked"] = {**asked, "tokenizer_file": own is not None, "held_out": held_out}
+            check.wait()
+            _publish(building, Path(out), loaded.text, manifest)
     say(f"{manifest['splits']['train']['tokens']} training tokens")
     return manifest
 
@@ -110,7 +122,7 @@ def _silent(message: str) -> None:
     del message
 
 
-def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block: int) -> None:
+def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block: int, accelerator: str) -> None:
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
             f"tokenizer.vocab_size: {vocab_size}; a byte-level vocabulary has at least {SMALLEST_VOCABULARY}"
@@ -121,6 +133,8 @@ def _check_arguments(vocab_size: int, sample_bytes: int, held_out: float, block:
         raise InputError(f"tokenizer.held_out: {held_out}; it must lie between 0 and 0.5 (validation and test each)")
     if block < 2:
         raise InputError(f"block: {block}; a block holds at least two tokens")
+    if accelerator not in ACCELERATORS:
+        raise InputError(f"tokenizer.accelerator: {accelerator!r} is unknown; allowed: {', '.join(ACCELERATORS)}")
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -157,13 +171,16 @@ def _short(texts: Iterator[str]) -> Iterator[str]:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a `tokenizer.json` for encoding raw text: nothing truncated or padded, special tokens read as plain text."""
+    return parse_tokenizer(_read(path), str(path))
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such tokenizer file") from None
     except (UnicodeDecodeError, IsADirectoryError) as error:
         raise InputError(f"{path}: not a tokenizer.json ({error})") from None
-    return parse_tokenizer(text, str(path))
 
 
 def parse_tokenizer(text: str, name: str) -> Tokenizer:
@@ -186,26 +203,22 @@ def parse_tokenizer(text: str, name: str) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer(
-    found: splits.Survey, chosen: splits.Assignment, sample: Any, vocab_size: int, tokenizer_file: str | None
-) -> LoadedTokenizer:
-    if tokenizer_file is None:
-        trained = train_tokenizer(splits.sample_texts(found, chosen, sample), vocab_size)
-        text, name = trained.to_str(pretty=True), "the trained tokenizer"
-    else:
-        name = tokenizer_file
-        load_tokenizer(Path(tokenizer_file))
-        text = Path(tokenizer_file).read_text(encoding="utf-8")
+def _train(found: splits.Survey, chosen: splits.Assignment, sample: Mapping[int, int], vocab_size: int) -> str:
+    tokenizer = train_tokenizer(sample_texts(found, chosen, sample), vocab_size)
+    if (size := tokenizer.get_vocab_size()) < vocab_size:
+        log.warning("the text gives only %d of the %d tokens asked for", size, vocab_size)
+    return tokenizer.to_str(pretty=True)
+
+
+def _loaded(text: str, name: str, first_texts: list[str]) -> LoadedTokenizer:
     tokenizer = parse_tokenizer(text, name)
     end, added = _end_of_text(tokenizer)
     if added:
         text = tokenizer.to_str(pretty=True)
     size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    lossless = _lossless(tokenizer, _first_texts(found, chosen))
+    lossless = _lossless(tokenizer, first_texts)
     if not lossless:
         log.warning("%s: decoding does not give the text back; bits per byte are not comparable", name)
-    if tokenizer_file is None and size < vocab_size:
-        log.warning("the text gives only %d of the %d tokens asked for", size, vocab_size)
     return LoadedTokenizer(tokenizer, text, size, end, lossless)
 
 
@@ -228,8 +241,8 @@ def _lossless(tokenizer: Tokenizer, texts: list[str]) -> bool:
 def _first_texts(found: splits.Survey, chosen: splits.Assignment) -> list[str]:
     texts: list[str] = []
     size = 0
-    for piece in islice(splits.pieces(found, chosen), 1000):
-        texts.append(piece.text[: EQUALITY_BYTES - size])
+    for text in islice((text for group in pieces(found, chosen) for text in group.texts), 1000):
+        texts.append(text[: EQUALITY_BYTES - size])
         size += len(texts[-1])
         if size >= EQUALITY_BYTES:
             break
