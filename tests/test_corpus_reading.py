@@ -123,6 +123,12 @@ def test_nothing_and_blanks_are_counted_as_empty(tmp_path: Path) -> None:
     assert (got.source["empty"], got.source["quarantined"]) == (3, 0)
 
 
+def test_an_empty_file_of_any_kind_costs_nothing(tmp_path: Path) -> None:
+    names = ("a.jsonl", "a.json", "a.csv", "a.tsv", "a.html", "a.parquet", "a.arrow", "a.txt.gz", "a")
+    got = run(tmp_path, {**dict.fromkeys(names, b""), "b.txt": PROSE.encode()})
+    assert (got.texts, got.quarantine) == ([PROSE], [])
+
+
 # --- compression, by content
 
 
@@ -178,6 +184,26 @@ def test_json_lines_are_read_one_by_one(tmp_path: Path) -> None:
     assert got.texts == ["one", "two\u2028still two", "last, no line feed"]
     assert [line["line"] for line in got.quarantine] == [4, 5, 6, 7, 9, 10]
     assert got.source["empty"] == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n\r\n"])
+def test_blank_lines_at_the_end_are_no_record(tmp_path: Path, end: str) -> None:
+    files = {"a.jsonl": '{"text": "one"}\n{"text": "two"}', "b.csv": "id,text\n1,three\n2,four", "c.json": '["five"]'}
+    got = run(tmp_path, {name: (content + end).encode() for name, content in files.items()})
+    assert (got.texts, got.quarantine) == (["one", "two", "three", "four", "five"], [])
+
+
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\u0085"])
+def test_only_line_feeds_end_a_line(tmp_path: Path, mark: str) -> None:
+    text = f"one{mark}still one"
+    files = {
+        "a.txt": text.encode(),
+        "b.jsonl": jsonl({"text": text + "b"}, {"text": "two"}),
+        "c.csv": table(["id", "text"], [["1", text + "c"], ["2", "three"]]).encode(),
+        "d.json": json.dumps([text + "d"], ensure_ascii=False).encode(),
+    }
+    got = run(tmp_path, files)
+    assert (got.texts, got.quarantine) == ([text, text + "b", "two", text + "c", "three", text + "d"], [])
 
 
 def test_a_mark_and_crlf_change_no_record(tmp_path: Path) -> None:

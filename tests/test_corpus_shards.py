@@ -154,6 +154,25 @@ def test_many_tiny_files(tmp_path: Path) -> None:
     assert (got.source["documents"], got.source["bytes"], len(got.manifest["shards"])) == (5000, 50_000, 1)
 
 
+def test_files_are_never_open_together(tmp_path: Path) -> None:
+    """300,000 files are too many to hold open; so are 400 files and 100 shards where 40 are allowed."""
+    root = write_files(tmp_path / "text", numbered(400))
+    fetch_corpus([source(root)], tmp_path / "raw")
+    code = """
+import json, resource, sys
+from pathlib import Path
+from lmperf.corpus.shards import ingest
+from lmperf.corpus.tokenizer import tokenize
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+sources, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+assert len(ingest(sources, folder / "raw", folder / "shards", shard_bytes=1000)["shards"]) > 80
+tokenize(folder / "shards", folder / "tokens", vocab_size=300, block=33, accelerator="none")
+"""
+    command = [sys.executable, "-c", code, json.dumps([source(root)]), str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # --- deduplication and quarantine
 
 
@@ -165,6 +184,12 @@ def test_equal_documents_are_kept_once(tmp_path: Path, caplog: pytest.LogCapture
     assert got.source["duplicates"] == 2
     assert got.source["duplicate_share"] > 0.3
     assert "duplicates" in caplog.text
+
+
+def test_nearly_equal_documents_are_all_kept(tmp_path: Path) -> None:
+    files = {f"{n:03d}": PROSE * 50 + b"%d" % n for n in range(200)}
+    got = run(tmp_path, files)
+    assert (len(got.texts), got.source["duplicates"]) == (200, 0)
 
 
 def test_documents_of_a_later_source_are_compared_with_the_earlier(tmp_path: Path) -> None:
