@@ -102,8 +102,9 @@ def underflow(runs: Sequence[Run]) -> dict[str, Any]:
             shares.setdefault(layer, []).append(float(share))
     medians = {layer: median(values) for layer, values in shares.items()}
     total = medians.pop("total", None)
-    worst = max(medians, key=medians.__getitem__, default=None)
-    return {"underflow_total": total, "underflow_worst": medians.get(worst or ""), "underflow_worst_layer": worst}
+    share = max(medians.values(), default=None)
+    worst = max(medians, key=medians.__getitem__) if share else None  # where all are zero no layer is the worst
+    return {"underflow_total": total, "underflow_worst": share, "underflow_worst_layer": worst}
 
 
 def middle(values: Iterable[float | None]) -> float | None:

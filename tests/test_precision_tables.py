@@ -57,6 +57,7 @@ def test_medians_over_seeds_with_formats_scale_and_the_worst_layer(tables):
     assert unscaled["skipped_steps"] is None
     assert (float(unscaled["underflow_total"]), unscaled["underflow_worst_layer"]) == (pytest.approx(0.2), "blocks.1")
     assert float(unscaled["underflow_worst"]) == pytest.approx(0.4)
+    assert (float(scaler["underflow_worst"]), scaler["underflow_worst_layer"]) == (0.0, None)
 
 
 def test_a_run_that_could_not_be_is_a_row_with_its_reason(tables):
