@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from lmperf.records import atomic_write
 
 Row = Mapping[str, Any]
 
-WIDTH = 6.0  # inches; readable on a telephone once scaled to its width
+WIDTH = 5.4  # inches; readable on a telephone once scaled to its width
+LONG_TITLE = 54  # characters that fit a figure's width
+LONG_LABEL = 30  # characters beside a forest's axes
+TWO_COLUMNS = 27  # characters of a legend's entries
 COLOURS = {
     "faster": "#1a7f4b",
     "better": "#1a7f4b",
@@ -55,9 +60,15 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _canvas(height: float, columns: int = 1) -> tuple[Figure, Any]:
+def _canvas(height: float, rows: int = 1) -> tuple[Figure, Any]:
     with plt.rc_context(STYLE):
-        return plt.subplots(1, columns, figsize=(WIDTH, height))
+        return plt.subplots(rows, 1, figsize=(WIDTH, height))
+
+
+def _broken(labels: Sequence[str]) -> list[str]:
+    """The labels, over two lines each when one of them would leave no room for the axes."""
+    long = max(map(len, labels), default=0) > LONG_LABEL
+    return [label.replace("  ", "\n") if long else label for label in labels]
 
 
 def forest(rows: Sequence[Row], title: str) -> Figure:
@@ -65,19 +76,26 @@ def forest(rows: Sequence[Row], title: str) -> Figure:
 
     The shaded band is the session's A/A noise floor; 1 is "as fast as the baseline".
     """
-    figure, axes = _canvas(0.9 + 0.29 * len(rows))
+    labels = _broken([row["label"] for row in reversed(rows)])
+    figure, axes = _canvas(0.9 + (0.29 if "\n" not in "".join(labels) else 0.42) * len(rows))
     with plt.rc_context(STYLE):
         for place, row in enumerate(reversed(rows)):
             _interval(axes, place, row)
         axes.axvline(1, color="#333", linewidth=0.9)
         axes.set_xscale("log")
         _ratio_ticks(axes, [value for row in rows for value in (row["low"], row["high"], row["speedup"]) if value])
-        axes.set_yticks(range(len(rows)), [row["label"] for row in reversed(rows)])
+        axes.set_yticks(range(len(rows)), labels)
         axes.set_ylim(-0.7, len(rows) - 0.3)
-        axes.set_xlabel("speed-up (×, log scale), 95 % interval")
-        axes.set_title(title, loc="left")
+        _frame_texts(figure, title, "speed-up (×, log scale), 95 % interval")
         axes.grid(axis="x", color="#e3e6ea", linewidth=0.7)
     return figure
+
+
+def _frame_texts(figure: Figure, title: str, xlabel: str) -> None:
+    """Title and label of the whole figure: beside long names the axes are too narrow to hold them."""
+    lines = "\n".join(textwrap.wrap(title, LONG_TITLE))
+    figure.suptitle(lines, x=0.01, ha="left", fontsize=STYLE["axes.titlesize"], fontweight="bold")
+    figure.supxlabel(xlabel, fontsize=STYLE["font.size"])
 
 
 def _interval(axes: Axes, place: int, row: Row) -> None:
@@ -92,24 +110,24 @@ def _interval(axes: Axes, place: int, row: Row) -> None:
 
 
 def _ratio_ticks(axes: Axes, values: Sequence[float]) -> None:
-    low, high = min([*values, 0.95]), max([*values, 1.05])
-    # As many ticks as fit beside long names: from fine to coarse, the first ladder with at most six inside.
-    ladders = (
-        (0.9, 0.95, 1, 1.05, 1.1, 1.15),
-        (0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4),
-        (0.4, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5, 3),
-        (0.25, 0.5, 1, 2, 4, 8),
-        (0.01, 0.1, 1, 10, 100, 1000),
-    )
-    inside = [[tick for tick in ladder if low / 1.05 <= tick <= high * 1.05] for ladder in ladders]
-    fitting = (
-        ticks for ladder, ticks in zip(ladders, inside, strict=True) if ladder[0] <= low * 1.3 and len(ticks) <= 6
-    )
-    ticks = next(fitting, inside[-1])
-    axes.set_xlim(low / 1.06, high * 1.06)
-    axes.set_xticks(ticks)
+    low, high = min([*values, 0.95]) / 1.06, max([*values, 1.05]) * 1.06
+    axes.set_xlim(low, high)
+    axes.set_xticks(ratio_ticks(low, high))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Round ratios between two limits on a log axis: the finest ladder whose neighbours are a sixth of it apart."""
+    steps = [[round(k * step, 2) for k in range(1, int(high / step) + 1)] for step in (0.05, 0.1, 0.2, 0.5)]
+    tens = [10.0**k for k in range(-6, 7)]
+    powers = [[2.0**k for k in range(-6, 7)], sorted([*tens, *(3 * ten for ten in tens)]), tens]
+    ticks = [1.0]
+    for ladder in (*steps, *powers):
+        ticks = [tick for tick in ladder if low <= tick <= high]
+        if all(b / a >= (high / low) ** (1 / 6) for a, b in itertools.pairwise(ticks)):
+            break
+    return ticks
 
 
 def hotspots(rows: Sequence[Row], top: int = 12) -> Figure:
@@ -140,6 +158,7 @@ def warmup(curve_s: Sequence[float], steady_s: float | None) -> Figure:
             axes.axhline(1e3 * steady_s, color="#333", linewidth=0.9, linestyle="--", label="steady state")
             figure.legend(loc="outside lower center")
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step after start")
         axes.set_ylabel("step time (ms)")
         axes.set_title("Warm-up of the baseline", loc="left")
@@ -152,10 +171,12 @@ def line_style(number: int) -> dict[str, Any]:
     return {"color": LINES[number % len(LINES)], "marker": MARKERS[number % len(MARKERS)], "linestyle": dashes}
 
 
-def _legend_below(figure: Figure, lines: int) -> None:
-    """A legend of two columns under the axes, for which the figure grows: it never covers or squeezes them."""
-    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(lines / 2))
-    figure.legend(loc="outside lower center", ncols=2)
+def _legend_below(figure: Figure) -> None:
+    """A legend under the axes, for which the figure grows: it never covers or squeezes them, nor is it cut."""
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    columns = 2 if max(map(len, names), default=0) <= TWO_COLUMNS else 1
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / columns))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns)
 
 
 def sweep(
@@ -176,25 +197,44 @@ def sweep(
         axes.set_ylabel(ylabel)
         axes.set_title(title, loc="left")
         axes.grid(color="#e3e6ea", linewidth=0.7)
-        _legend_below(figure, len(series))
+        _legend_below(figure)
     return figure
 
 
 def curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Validation loss in bits per byte against tokens, one line a recipe (median over seeds)."""
-    figure, axes = _canvas(3.1)
+    """Validation loss in bits per byte against tokens, one line a recipe, and below it its distance to the baseline.
+
+    `series` holds (tokens, median over seeds); good and bad recipes look alike without the lower panel.
+    """
+    apart = difference_to_baseline(series)
+    figure, panels = _canvas(5.0 if apart else 3.1, rows=2 if apart else 1)
     with plt.rc_context(STYLE):
+        upper, lower = panels if apart else (panels, panels)
         for number, (name, points) in enumerate(series.items()):
             own = {"color": "#222", "linewidth": 2.4} if name == "baseline" else {"linewidth": 1.2}
-            style = {**line_style(number), "marker": None, **own}
-            axes.plot(*zip(*points, strict=True), label=name, **style)
-        axes.set_xlabel("training tokens")
-        axes.set_ylabel("validation loss (bits per byte)")
-        axes.set_title("Quality runs, median over seeds", loc="left")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e3:g} k"))
-        axes.grid(color="#e3e6ea", linewidth=0.7)
-        _legend_below(figure, len(series))
+            style = {**line_style(number), "markersize": 3.5, **own}
+            upper.plot(*zip(*points, strict=True), label=name, **style)
+            if name in apart:
+                lower.plot(*zip(*apart[name], strict=True), **style)
+        upper.set_ylabel("bits per byte")
+        upper.set_title("Quality runs: validation loss, median over seeds", loc="left")
+        if apart:
+            lower.set_ylabel("against the baseline (%)")
+        for axes in dict.fromkeys((upper, lower)):
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e3:g} k"))
+            axes.grid(color="#e3e6ea", linewidth=0.7)
+        lower.set_xlabel("training tokens")
+        _legend_below(figure)
     return figure
+
+
+def difference_to_baseline(
+    series: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, list[tuple[float, float]]]:  # fmt: skip
+    """Each line as percent above (worse) or below the baseline's at the same tokens; empty without a baseline."""
+    base = dict(series.get("baseline", ()))
+    found = {name: [(x, 100 * (y / base[x] - 1)) for x, y in line if base.get(x)] for name, line in series.items()}
+    return {name: line for name, line in found.items() if line} if len(series) > 1 else {}
 
 
 def ladder(rows: Sequence[Row]) -> Figure:
@@ -211,8 +251,7 @@ def ladder(rows: Sequence[Row]) -> Figure:
             axes.text(value + high, place, f"  {value:.2f}×", va="center", fontsize=9.5)
         axes.axvline(1, color="#333", linewidth=0.9)
         axes.set_xlim(0, max((v + h for v, h in zip(values, highs, strict=True)), default=1) * 1.16)
-        axes.set_xlabel("speed-up (×), 95 % interval")
-        axes.set_title("The stack, one change after another", loc="left")
+        _frame_texts(figure, "The stack, one change after another", "speed-up (×), 95 % interval")
     return figure
 
 
@@ -228,5 +267,5 @@ def loss_scales(series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
         axes.set_ylabel("loss scale")
         axes.set_title("Loss scale, median over seeds", loc="left")
         axes.grid(color="#e3e6ea", linewidth=0.7)
-        _legend_below(figure, len(series))
+        _legend_below(figure)
     return figure

@@ -83,7 +83,9 @@ def _drawn(
     for section in context["sections"]:
         rows = views.forest_rows(section["rows"])
         if rows:
-            yield f"axis-{slug(section['name'])}", figures.forest(rows, section["title"])
+            whole = len(rows) == sum(bool(row["speedup"]) for row in section["rows"])
+            title = section["title"] + ("" if whole else f", {section['rows'][-1]['shape']}")
+            yield f"axis-{slug(section['name'])}", figures.forest(rows, title)
     if context["hotspots"]:
         yield "hotspots", figures.hotspots(context["hotspots"])
     profile = context["profile"]

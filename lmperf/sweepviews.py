@@ -54,7 +54,7 @@ def one_sweep(rows: Sequence[Row], everything: Sequence[Row]) -> dict[str, Any]:
         "what": first["workload"].removeprefix("operator_").replace("_", " + "),
         "lengths": lengths,
         "growth": list(growth_lines(rows)),
-        "crossings": [pair(row) for row in crossings if row["value"]],
+        "crossings": [[pair(row) for row in part if row["value"]] for part in split(crossings, {BASELINE, second})],
         "apart": [pair(row) for row in crossings if not row["value"]],
         "length": length,
         "asked": SHOWN_LENGTH,
@@ -73,19 +73,25 @@ def forward_alone(like: Row, everything: Sequence[Row], length: int) -> dict[str
     return {row["variant"]: row["value"] for row in everything if [row[key] for key in SAME] == same and row["value"]}
 
 
+def split(rows: Sequence[Row], references: set[str | None]) -> tuple[list[Row], list[Row]]:
+    """Crossover rows with one of the references in the pair, and the others."""
+    with_reference = [row for row in rows if references & {row["variant"], row["other"]}]
+    return with_reference, [row for row in rows if row not in with_reference]
+
+
 def variant_name(name: str) -> str:
     """An arm as the page calls it."""
     return "naive (baseline)" if name == BASELINE else name
 
 
 def growth_lines(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """One line a variant: the growth rows of its time and of its memory."""
+    """One line a variant that was measured at all: the growth rows of its time and of its memory."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row["kind"] == "growth":
             line = lines.setdefault(row["variant"], {"variant": variant_name(row["variant"])})
             line[NAMES[row["metric"]]] = row
-    yield from lines.values()
+    yield from (line for line in lines.values() if {line[what]["n"] for what in NAMES.values()} != {"0"})
 
 
 def pair(row: Row) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 from lmperf import __version__
 from lmperf.catalogue import AXES, Entry, catalogue
 from lmperf.feeding import loader_lines
+from lmperf.nodes import session_facts
 from lmperf.precision_tables import precision_section
 from lmperf.quantities import finite
-from lmperf.records import InputError, read_json
+from lmperf.records import read_json
 from lmperf.sweepviews import sweep_sections
 from lmperf.tables import read_csv
 
@@ -54,16 +54,17 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
     rows = [arm_row(group, quality, entries) for group in cells(results)]
     machine = read_json(tables / "machine.json")
     attention = read_csv(tables / "attention.csv")
+    facts = session_facts(reports / "sessions", spec["sessions"])
     return {
         "title": spec["title"],
         "version": __version__,
         "machine": machine,
         "results": results,
-        "rounds": sorted({int(r["rounds"]) for r in results if r["rounds"]}),
+        "rounds": sorted({fact["rounds"] for fact in facts}),
         "summary": ranked([row for row in rows if row["workload"] == "training_step" and row["axis"] != "stack"]),
         "sections": sections(rows, results, attention, entries),
         "attention": attention,
-        "failures": [row for row in results if row["status"] != "ok" and row["metric"] in ("step_time_s", None, "")],
+        "failures": failures(results),
         "controls": [row for row in results if row["variant"] == "baseline_prime" and row["metric"] == "step_time_s"],
         "quality": [row for row in quality if row["metric"] in QUALITY_SHOWN],
         "precision": precision_section(read_csv(tables / "precision.csv"), quality, entries),
@@ -76,7 +77,7 @@ def page(spec: Mapping[str, Any], data: Path, reports: Path, results: Sequence[R
         "profile": read_json(reports / "profile" / "profile.json"),
         "qualify": error_rates(optional_json(tables / "qualify.json")),
         "corpus": corpus(data),
-        "sessions_facts": session_facts(reports / "sessions", spec["sessions"]),
+        "sessions_facts": facts,
         "left_out": spec["left_out"],
         "config": json.dumps(spec["config"], indent=1, sort_keys=True),
     }
@@ -182,18 +183,23 @@ def sections(
 
 def forest_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of the forest figure: those with a number; of a session with too many, those at its largest shape."""
-    kept = [row for row in rows if row["speedup"]]
-    shapes = list(dict.fromkeys(row["shape"] or "" for row in kept))
+    kept = forest_cut(rows)
     axes = len({row["axis"] for row in kept}) > 1
-    if len(kept) > FOREST_ROWS and len(shapes) > 1 and not axes:
-        kept = [row for row in kept if (row["shape"] or "") == shapes[-1]]
-    short = short_shapes(shapes)
+    short = short_shapes(list(dict.fromkeys(row["shape"] or "" for row in kept)))
     made = []
     for row in kept:
         label = f"{row['axis']}/{row['variant']}" if axes else f"{row['variant']}  {short[row['shape'] or '']}".strip()
         made.append({"label": label, "speedup": row["speedup"], "low": row["speedup_low"], "high": row["speedup_high"],
                      "verdict": row["verdict"], "floor": finite(row["noise_floor"])})  # fmt: skip
     return made
+
+
+def forest_cut(rows: Sequence[Row]) -> list[Row]:
+    """The rows with a number, of one session and more of them than a figure can show: at its last shape only."""
+    kept = [row for row in rows if row["speedup"]]
+    if len(kept) <= FOREST_ROWS or len({row["session"] for row in kept}) > 1:
+        return kept
+    return [row for row in kept if row["shape"] == kept[-1]["shape"]]
 
 
 def short_shapes(shapes: Sequence[str]) -> dict[str, str]:
@@ -236,6 +242,16 @@ def ladder_rows(results: Sequence[Row], stack: Sequence[str]) -> list[dict[str, 
     return rows
 
 
+def failures(results: Sequence[Row]) -> list[dict[str, Any]]:
+    """What could not be measured: one line for each arm, session, status and reason, with its shapes."""
+    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in results:
+        if row["status"] != "ok" and row["metric"] in ("step_time_s", None, ""):
+            key = tuple(row[name] for name in ("axis", "variant", "session", "status", "reason"))
+            lines.setdefault(key, {**row, "shapes": []})["shapes"].append(row["shape"] or "")
+    return [{**line, "shape": "; ".join(line["shapes"])} for line in lines.values()]
+
+
 def five_dimensions(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The ablation by recipe: the first metric of each dimension."""
     table: dict[str, dict[str, Row]] = {}
@@ -255,34 +271,4 @@ def corpus(data: Path) -> dict[str, Any]:
         "shards": len(shards["shards"]),
         "reused": sum(bool(shard.get("reused")) for shard in shards["shards"]),
         "tokens": tokens,
-    }
-
-
-def session_facts(folder: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Each session's header in brief: rounds, arms, threads, and on which node of which type it ran."""
-    facts = []
-    for name in names:
-        with (folder / f"{name}.jsonl").open(encoding="utf-8") as stream:
-            try:
-                header = json.loads(stream.readline())
-            except json.JSONDecodeError:
-                raise InputError(f"{folder / name}.jsonl: its first line is not valid JSON") from None
-        spec = header["spec"]
-        facts.append({"name": name, "rounds": spec["rounds"], "arms": len(spec["arms"]), "threads": spec["threads"],
-                      "fingerprint": header["fingerprint"], "seed": spec["seed"], "device": spec["device"],
-                      "node": header.get("node"), **node_type(header)})  # fmt: skip
-    return facts
-
-
-def node_type(header: Mapping[str, Any]) -> dict[str, Any]:
-    """The kind of node that a session's header records: processor, instruction sets, memory, GPUs with their count."""
-    machine = header.get("provenance", {}).get("machine") or {}
-    cpu = machine.get("cpu") or {}
-    gpus = Counter((gpu["name"], gpu.get("memory_bytes")) for gpu in machine.get("gpus") or ())
-    return {
-        "cpu": cpu.get("model"),
-        "cores": cpu.get("cores") or cpu.get("threads"),
-        "instruction_sets": cpu.get("instruction_sets") or [],
-        "memory_bytes": machine.get("memory_bytes"),
-        "gpus": [{"name": name, "memory_bytes": size, "count": count} for (name, size), count in gpus.items()],
     }

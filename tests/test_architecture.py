@@ -35,7 +35,7 @@ LAYERS = [
     {"ablation", "claim_checks", "claims", "diffing"},
     {"qualify", "doctor"},
     {"quantities"},
-    {"figures", "cards", "feeding", "sweepviews"},
+    {"figures", "cards", "feeding", "nodes", "sweepviews"},
     {"views", "eventfiles", "bundling"},
     {"reporting"},
     {"stages"},

@@ -161,8 +161,16 @@ def test_the_attention_sweep_stands_on_the_page(report):
 
 def arm(variant, shape, **changes):
     """A line of a comparison table, as far as the forest figure reads it."""
-    base = {"axis": "attention", "speedup": 1.0, "speedup_low": None, "speedup_high": None, "verdict": "same"}
-    return {**base, "variant": variant, "shape": shape, "noise_floor": None, **changes}
+    base = {
+        "axis": "attention",
+        "session": "s",
+        "speedup": 1.0,
+        "speedup_low": None,
+        "speedup_high": None,
+        "verdict": "same",
+    }
+    unknown = {"speedup_low": None, "speedup_high": None, "noise_floor": None}
+    return {**base, **unknown, "variant": variant, "shape": shape, **changes}
 
 
 def test_a_forest_names_only_what_differs_and_stays_readable():
@@ -170,18 +178,47 @@ def test_a_forest_names_only_what_differs_and_stays_readable():
     rows = [arm("a", shape) for shape in shapes] + [arm("b", shapes[0], speedup=None)]
     assert [row["label"] for row in views.forest_rows(rows)] == ["a  length=128", "a  length=256"]
     many = [arm(f"v{n}", shape) for shape in shapes for n in range(30)]
-    assert [row["label"] for row in views.forest_rows(many)][:2] == ["v0  length=256", "v1  length=256"]
+    assert [row["label"] for row in views.forest_rows(many)] == [f"v{n}" for n in range(30)]  # at the last shape
     assert views.forest_rows([arm("a", "x"), arm("b", "x", axis="norm")])[1]["label"] == "norm/b"
 
 
-def test_many_lines_stay_distinct_and_clear_of_their_legend():
+@pytest.mark.parametrize("name", ["short", "a variant with a very long name"])
+def test_many_lines_stay_distinct_and_clear_of_their_legend(name):
     styles = [tuple(figures.line_style(number).values()) for number in range(60)]
     assert len(set(styles)) == 60
-    names = [f"a variant with a long name {n}" for n in range(17)]
-    figure = figures.sweep({name: [(128, 1.0), (256, 2.0)] for name in names}, "s", "t", {})
+    figure = figures.sweep({f"{name} {n}": [(128, 1.0), (256, 2.0)] for n in range(17)}, "s", "t", {})
     figure.canvas.draw()
     legend, axes = figure.legends[0].get_window_extent(), figure.axes[0].get_window_extent()
     assert legend.y1 < axes.y0
     assert legend.x0 >= 0
     assert legend.x1 <= figure.bbox.x1
-    assert axes.height > 0.35 * figure.get_figheight() * figure.dpi
+    assert axes.height > 1.8 * figure.dpi
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (0.8, 1.4), (0.3, 2.5), (0.05, 9), (1e-3, 1e3)])
+def test_ticks_of_a_ratio_axis_are_round_and_apart(low, high):
+    ticks = figures.ratio_ticks(low, high)
+    assert 1 in ticks
+    assert 2 <= len(ticks) <= 7
+    assert low <= ticks[0] < ticks[-1] <= high
+
+
+def test_quality_curves_are_also_drawn_as_distances_to_the_baseline():
+    lines = {"baseline": [(0, 4.0), (1, 2.0)], "worse": [(0, 4.0), (1, 2.1), (2, 1.0)]}
+    assert figures.difference_to_baseline(lines)["worse"] == [(0, 0.0), (1, pytest.approx(5))]
+    assert figures.difference_to_baseline({"worse": lines["worse"], "other": lines["worse"]}) == {}
+    assert len(figures.curves(lines).axes) == 2
+
+
+def test_a_failure_at_many_shapes_is_one_line():
+    same = {
+        "axis": "a",
+        "variant": "v",
+        "session": "s",
+        "metric": "step_time_s",
+        "status": "unsupported",
+        "reason": "x",
+    }
+    rows = [{**same, "shape": shape} for shape in ("T=1", "T=2")]
+    rows += [{**same, "shape": "T=4", "status": "ok"}, {**same, "shape": "T=4", "reason": "other"}]
+    assert [line["shape"] for line in views.failures(rows)] == ["T=1; T=2", "T=4"]
