@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from lmperf.records import atomic_write
 
@@ -191,6 +191,7 @@ def sweep(
         lengths = sorted({x for points in series.values() for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        _cost_ticks(axes, [y for points in series.values() for _, y in points])
         axes.set_xticks(lengths, [f"{int(x)}" for x in lengths])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("sequence length (tokens)")
@@ -199,6 +200,14 @@ def sweep(
         axes.grid(color="#e3e6ea", linewidth=0.7)
         _legend_below(figure)
     return figure
+
+
+def _cost_ticks(axes: Axes, values: Sequence[float]) -> None:
+    """Plain numbers on a log axis: decades alone, or 1, 2 and 5 of each where the values span few of them."""
+    few = max(values) / min(values) < 300
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def curves(series: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:

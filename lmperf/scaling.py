@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+FEWEST_LENGTHS = 3  # through two points every exponent fits, and nothing says how well
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -47,7 +49,7 @@ def growth_exponent(
     x_mean, y_mean = sum(x) / n, sum(y) / n
     spread = sum((a - x_mean) ** 2 for a in x)
     slope = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / spread
-    if n < 3:
+    if n < FEWEST_LENGTHS:
         return Growth(slope, None, None, n)
     residual = sum((b - y_mean - slope * (a - x_mean)) ** 2 for a, b in zip(x, y, strict=True))
     half = student_quantile(confidence, n - 2) * math.sqrt(residual / (n - 2) / spread)

@@ -18,7 +18,7 @@ import pandas as pd
 from lmperf.comparing import Block
 from lmperf.readings import BASELINE, CONTROL, ArmRounds, Session, arm_rounds, kind_of, read_session
 from lmperf.records import Cell, Sample
-from lmperf.scaling import crossover, growth_exponent
+from lmperf.scaling import FEWEST_LENGTHS, crossover, growth_exponent
 from lmperf.tables import frame, write_csv
 
 Row = Mapping[str, Any]
@@ -27,7 +27,6 @@ WORKLOADS = ("operator_forward", "operator_forward_backward")
 GROWING = {"step_time_s": "s", "peak_memory_bytes": "bytes"}
 SHOWN = (*GROWING, "flops_per_s", "mfu", "mfu_datasheet")
 SECOND_REFERENCE = "sdpa_flash"  # what a user gets from PyTorch without asking
-FEWEST_LENGTHS = 3  # through two points every exponent fits
 ATTENTION_COLUMNS = (
     "kind", "session", "workload", "sweep", "length", "metric", "unit", "variant", "other", "value", "ratio", "ci_low",
     "ci_high", "n", "noise_floor", "verdict", "status", "reason", "device", "dtype", "fingerprint",

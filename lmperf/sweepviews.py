@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lmperf.quantities import finite
+from lmperf.scaling import FEWEST_LENGTHS
 
 Row = Mapping[str, Any]
 
@@ -53,6 +54,7 @@ def one_sweep(rows: Sequence[Row], everything: Sequence[Row]) -> dict[str, Any]:
         "shared": first["sweep"] or "",
         "what": first["workload"].removeprefix("operator_").replace("_", " + "),
         "lengths": lengths,
+        "fewest": FEWEST_LENGTHS,
         "growth": list(growth_lines(rows)),
         "crossings": [[pair(row) for row in part if row["value"]] for part in split(crossings, {BASELINE, second})],
         "apart": [pair(row) for row in crossings if not row["value"]],
