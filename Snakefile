@@ -27,4 +27,4 @@ include: "workflow/rules/report.smk"
 rule all:
     default_target: True
     input:
-        f"{REPORTS}/index.html",
+        lab.outputs_of(PLAN),

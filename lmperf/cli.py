@@ -83,18 +83,20 @@ def read_config(files: list[str] | None, overrides: list[str] | None) -> Any:
 
 
 def plan_of(files: list[str] | None, overrides: list[str] | None) -> Any:
-    """The plan of that configuration."""
+    """The plan of that configuration, the same that the workflow makes of it."""
     from lmperf.planning import make_plan
+    from lmperf.workflow import settled
 
-    return make_plan(read_config(files, overrides))
+    return make_plan(settled(read_config(files, overrides)))
 
 
 def run_stage(
     verb: str, spec: str | None, data: str | None, reports: str | None, config: list[str] | None,
     overrides: list[str] | None, only: list[str] | None = None,
 ) -> None:  # fmt: skip
-    """Run one stage with a given spec, or with each spec of that verb in the configuration's plan."""
+    """Run one stage with a given spec, or with each spec of that verb in the configuration's plan, and remember it."""
     from lmperf.stages import STAGES
+    from lmperf.steps import Stamps, step_of, steps
 
     if spec is not None:
         try:
@@ -103,14 +105,13 @@ def run_stage(
             raise InputError(f"--spec: not valid JSON ({error})") from None
         folders = Path(data or "data"), Path(reports or "reports")
     else:
-        from lmperf.steps import steps
-
         plan = plan_of(config, overrides)
         found = {step.name: step for step in steps(plan) if step.verb == verb}
         chosen = [found[name].spec for name in _selected(verb, list(found), only)]
         folders = Path(data or plan.data), Path(reports or plan.reports)
     for one in chosen:
         STAGES[verb](one, *folders, tell)
+        Stamps(folders[1]).record(step_of(verb, one, *map(str, folders)))
 
 
 def _selected(verb: str, names: list[str], only: list[str] | None) -> list[str]:
@@ -218,7 +219,7 @@ def run_all(config: ConfigFiles = None, set_: Overrides = None) -> None:
 
 @app.command()
 def status(config: ConfigFiles = None, set_: Overrides = None, as_json: AsJson = False) -> None:
-    """What `lmperf run` would do and why, one line each.  Example: lmperf status"""
+    """What a run would do and why, one line each, by Snakemake or not.  Example: lmperf status"""
     from lmperf.running import pending
 
     plan = plan_of(config, set_)

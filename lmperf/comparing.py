@@ -28,7 +28,7 @@ from lmperf.readings import (
     memory_value,
     read_session,
 )
-from lmperf.records import RED_BADGES
+from lmperf.records import RED_BADGES, InputError
 from lmperf.startup import WARM_UP_COLUMNS, break_even_rows, warm_up_rows
 from lmperf.statistics import (
     FEWEST_EXACT_ROUNDS,
@@ -60,6 +60,8 @@ def compare(
     rows, warm_ups = [], []
     for path in session_files:
         session = read_session(path)
+        if not session.finished:
+            raise InputError(f"{path}: it was cut before its end; delete it to measure this session again")
         rows += [{**row, "config_hash": config_hash} for row in compare_session(session, smallest_effect)]
         warm_ups += warm_up_rows(session)
     write_csv(frame(warm_ups, WARM_UP_COLUMNS), Path(out_tables) / "warmup.csv")

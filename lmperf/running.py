@@ -15,7 +15,7 @@ from lmperf.steps import Stamps, Step, command, steps
 
 def stamps_of(plan: Plan) -> Stamps:
     """The memory of earlier runs, beside the results."""
-    return Stamps(Path(plan.reports) / "work" / "stamps.json")
+    return Stamps(Path(plan.reports))
 
 
 def pending(plan: Plan) -> Iterator[tuple[Step, str]]:
@@ -35,7 +35,7 @@ def run(plan: Plan, tell: Callable[[str], None]) -> int:
     stamps, done, batch = stamps_of(plan), 0, []
     for step in steps(plan):
         if batch and not step.parallel:
-            done += _together(batch, plan, stamps, tell)
+            done += _together(batch, plan, tell)
             batch = []
         reason = stamps.reason(step)
         if reason is None:
@@ -45,16 +45,14 @@ def run(plan: Plan, tell: Callable[[str], None]) -> int:
             continue
         tell(f"{step.name}: {reason}")
         _execute(step, plan)
-        stamps.record(step)
         done += 1
-    return done + (_together(batch, plan, stamps, tell) if batch else 0)
+    return done + (_together(batch, plan, tell) if batch else 0)
 
 
-def _together(batch: list[Step], plan: Plan, stamps: Stamps, tell: Callable[[str], None]) -> int:
+def _together(batch: list[Step], plan: Plan, tell: Callable[[str], None]) -> int:
     with ThreadPoolExecutor(max_workers=max(1, threads(plan.config))) as pool:
         for step, _ in zip(batch, pool.map(lambda step: _execute(step, plan), batch), strict=True):
             tell(f"{step.name}: done")
-            stamps.record(step)
     return len(batch)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lmperf.planning import Plan
-from lmperf.records import canonical_json, digest, to_json, write_json
+from lmperf.records import atomic_write, canonical_json, digest, to_json
 
 RESULTS = ("results.csv", "attention.csv")
 TABLES = ("quality.csv", "precision.csv", "ablation.csv", "ladder.csv", "claims.csv")
@@ -31,25 +30,41 @@ class Step:
 
 def steps(plan: Plan) -> Iterator[Step]:
     """All steps in an order in which each one's inputs exist."""
-    data, reports = plan.data, plan.reports
+    folders = plan.data, plan.reports
+    for verb, spec in (("fetch-corpus", plan.fetch), ("ingest", plan.ingest), ("tokenize", plan.tokenize)):
+        yield step_of(verb, spec, *folders)
+    yield step_of("profile", plan.profile, *folders)
+    for session in plan.sessions.values():
+        yield step_of("measure", to_json(session), *folders)
+    for run in plan.quality.values():
+        yield step_of("train", to_json(run), *folders)
+    for verb, spec in (("compare", plan.compare), ("ablate", plan.ablate), ("report", plan.report)):
+        yield step_of(verb, spec, *folders)
+
+
+def step_of(verb: str, spec: Mapping[str, Any], data: str, reports: str) -> Step:
+    """The step that `verb` does with `spec`: its name, inputs and outputs follow from these alone."""
     raw, shards, tokens = (f"{data}/{folder}/manifest.json" for folder in ("raw", "shards", "tokens"))
-    yield Step("fetch-corpus", "fetch-corpus", plan.fetch, (), (raw,))
-    yield Step("ingest", "ingest", plan.ingest, (raw,), (shards,))
-    yield Step("tokenize", "tokenize", plan.tokenize, (shards,), (tokens,))
-    profiled = tuple(f"{reports}/{name}" for name in PROFILE_OUTPUTS)
-    yield Step("profile", "profile", plan.profile, (tokens,), profiled, timed=True)
-    sessions = {name: f"{reports}/sessions/{name}.jsonl" for name in plan.sessions}
-    for name, spec in plan.sessions.items():
-        yield Step(f"measure {name}", "measure", to_json(spec), (tokens,), (sessions[name],), timed=True)
-    runs = {name: f"{reports}/quality/{name}.json" for name in plan.quality}
-    for name, run in plan.quality.items():
-        yield Step(f"train {name}", "train", to_json(run), (tokens,), (runs[name],), parallel=True)
     results = (f"{reports}/results.parquet", *(f"{reports}/tables/{name}" for name in RESULTS))
-    yield Step("compare", "compare", plan.compare, tuple(sessions.values()), results)
     tables = tuple(f"{reports}/tables/{name}" for name in TABLES)
-    yield Step("ablate", "ablate", plan.ablate, (results[0], profiled[0], *runs.values()), tables)
-    page = (f"{reports}/index.html",)
-    yield Step("report", "report", plan.report, (*results, *tables, *profiled, shards, tokens), page)
+    profiled = tuple(f"{reports}/{name}" for name in PROFILE_OUTPUTS)
+    measured = [spec["session"]] if verb == "measure" else spec.get("sessions", ())
+    trained = [spec["run"]] if verb == "train" else spec.get("quality", ())
+    sessions = tuple(f"{reports}/sessions/{name}.jsonl" for name in measured)
+    runs = tuple(f"{reports}/quality/{name}.json" for name in trained)
+    inputs, outputs = {
+        "fetch-corpus": ((), (raw,)),
+        "ingest": ((raw,), (shards,)),
+        "tokenize": ((shards,), (tokens,)),
+        "profile": ((tokens,), profiled),
+        "measure": ((tokens,), sessions),
+        "train": ((tokens,), runs),
+        "compare": (sessions, results),
+        "ablate": ((results[0], profiled[0], *runs), tables),
+        "report": ((*results, *tables, *profiled, shards, tokens), (f"{reports}/index.html",)),
+    }[verb]
+    name = " ".join([verb, *(measured if verb == "measure" else trained if verb == "train" else ())])
+    return Step(name, verb, spec, inputs, outputs, timed=verb in ("profile", "measure"), parallel=verb == "train")
 
 
 PROFILE_OUTPUTS = (
@@ -61,32 +76,34 @@ PROFILE_OUTPUTS = (
 
 
 class Stamps:
-    """Remembers, for each step, the digest of its spec and of its inputs' contents when it last succeeded."""
+    """Remembers, for each step, the digest of its spec and of its inputs' contents when it last succeeded.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self.known: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.known = {}
+    The verbs themselves write them, whoever called them; one small file each, since jobs end side by side.
+    """
+
+    def __init__(self, reports: Path) -> None:
+        self.folder = reports / "work" / "stamps"
+
+    def _file(self, step: Step) -> Path:
+        return self.folder / step.name.replace(" ", ".")
 
     def reason(self, step: Step) -> str | None:
         """Why a step has to run, in a few words, or None when its outputs are current."""
         missing = [name for name in step.outputs if not Path(name).exists()]
         if missing:
             return f"{missing[0]} does not exist"
-        old = self.known.get(step.name)
-        if old is None:
+        try:
+            spec, _, inputs = self._file(step).read_text(encoding="ascii").partition(" ")
+        except (OSError, UnicodeDecodeError):
             return "not run before"
-        spec, _, inputs = old.partition(" ")
         if spec != digest(step.spec):
             return "its configuration or code changed"
         return None if inputs == _content(step.inputs) else "its inputs changed"
 
     def record(self, step: Step) -> None:
         """Remember that a step succeeded with its present spec and inputs."""
-        self.known[step.name] = f"{digest(step.spec)} {_content(step.inputs)}"
-        write_json(self.path, self.known)
+        with atomic_write(self._file(step)) as stream:
+            stream.write(f"{digest(step.spec)} {_content(step.inputs)}")
 
 
 def _content(names: tuple[str, ...]) -> str:

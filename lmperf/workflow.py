@@ -11,7 +11,7 @@ from typing import Any
 from lmperf.config import Config, parse
 from lmperf.planning import Plan, device, make_plan, threads
 from lmperf.records import InputError, canonical_json, to_json
-from lmperf.steps import PROFILE_OUTPUTS, RESULTS, TABLES
+from lmperf.steps import PROFILE_OUTPUTS, RESULTS, TABLES, steps
 
 __all__ = [
     "PROFILE_OUTPUTS",
@@ -19,6 +19,7 @@ __all__ = [
     "TABLES",
     "arguments_of",
     "cluster_resources",
+    "outputs_of",
     "plan_or_exit",
     "prepare_path",
     "timed_threads",
@@ -52,6 +53,11 @@ def settled(config: Config) -> Config:
     kind = os.environ.setdefault("LMPERF_DEVICE", device(config)) if config.device == "auto" else None
     changes = {"threads": int(count) if count else None, "device": kind}
     return config.model_copy(update={key: value for key, value in changes.items() if value})
+
+
+def outputs_of(plan: Plan) -> list[str]:
+    """Every file that a run makes: all are asked for, so that a deleted one is made again while the report stands."""
+    return [name for step in steps(plan) for name in step.outputs]
 
 
 def timed_threads(workflow: Any, config: Config) -> int:

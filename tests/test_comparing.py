@@ -229,7 +229,8 @@ def test_only_closed_rounds_count_and_a_repeated_round_counts_once(run, tmp_path
     def kill_and_resume(lines: list[dict]) -> list[dict]:
         closes = [i for i, line in enumerate(lines) if line["kind"] == "round"]
         bad = [line | {"metrics": {}, "status": "crashed"} for line in lines[closes[0] + 1 : closes[0] + 3]]
-        return [*lines[: closes[0] + 1], *bad, *lines[closes[0] + 1 : closes[8]]]  # the ninth is never closed
+        kept = lines[closes[0] + 1 : closes[8]]  # the ninth is never closed
+        return [*lines[: closes[0] + 1], *bad, *kept, lines[-1]]
 
     path = write_session(tmp_path / "a.jsonl", spec, timed(spec, {"good": 0.5}), change=kill_and_resume)
     row = pick(run(path), "good")
@@ -343,3 +344,10 @@ def test_error_rates_of_whole_sessions(kind):
         aa_bad = np.mean(["aa_excludes_1" in (s["by20"]["reason"] or "") for s in sessions])
         assert aa_bad <= 0.09
         assert np.mean([s["by20"]["verdict"] == "slower" for s in sessions]) >= 1 - aa_bad - 0.02
+
+
+def test_a_session_that_was_cut_is_refused(run, tmp_path):
+    spec = session_spec(["good"])
+    path = write_session(tmp_path / "a.jsonl", spec, timed(spec, {}), end=False)
+    with pytest.raises(InputError, match=r"a\.jsonl: it was cut"):
+        run(path)

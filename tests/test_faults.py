@@ -1,126 +1,25 @@
-"""Faults of every kind against real runs: kills at random moments, signals, broken files, a full or read-only disk.
-
-LMPERF_KILLS=20 does the whole of the kill test (the default is a few moments, since each costs seconds).
-"""
+"""Faults of every kind against real runs: signals, broken files, a full or read-only disk, a clock that jumps."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_workflow import Lab, kill_tree, left_running, whole_tree
+from tiny_workflow import Lab, Whole, left_running, slow, wait_until, whole_tree
 
-pytestmark = pytest.mark.skipif(
-    "LMPERF_SLOW" not in os.environ, reason="kill and fault tests take many minutes: set LMPERF_SLOW=1 to run them"
-)
-
-KILLS = int(os.environ.get("LMPERF_KILLS", "2"))
-KILLS_A_RUN = 5
-TIMELESS = ("curve", "final", "held_out", "domains", "status", "stability")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lab, float]:
-    """An undisturbed run and how long it took in seconds."""
-    lab = Lab.make(tmp_path_factory.mktemp("undisturbed"))
-    started = time.monotonic()
-    done = lab.snakemake(timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:]
-    return lab, time.monotonic() - started
-
-
-def timeless(lab: Lab) -> dict[str, Any]:
-    """What no disturbance may change: texts, tokens, quality curves, and which samples there are with which status."""
-    found: dict[str, Any] = {}
-    for folder in ("data/shards", "data/tokens"):
-        for path in sorted((lab.work / folder).iterdir()):
-            data = path.read_bytes()
-            if path.name == "manifest.json":
-                data = data.replace(b'"reused": true', b'"reused": false')  # whether a shard was already there
-            found[f"{folder}/{path.name}"] = hashlib.sha256(data).hexdigest()
-    for path in sorted((lab.work / "reports" / "quality").glob("*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        found[path.name] = without_times({key: run[key] for key in TIMELESS if key in run})
-    for path in sorted((lab.work / "reports" / "sessions").glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        assert lines[-1] == {"kind": "end"}
-        samples = [line for line in lines if line["kind"] == "sample"]
-        found[path.name] = sorted((line["round"], line["cell"], line["arm"], line["status"]) for line in samples)
-    return found
-
-
-def without_times(value: Any) -> Any:
-    """`value` without its seconds."""
-    if isinstance(value, dict):
-        return {key: without_times(item) for key, item in value.items() if not key.endswith("_s")}
-    return [without_times(item) for item in value] if isinstance(value, list) else value
-
-
-def stale_files(lab: Lab) -> list[str]:
-    """Half-written files that stand where a result belongs."""
-    places = [lab.work / "reports" / name for name in ("sessions", "quality", "tables")] + [lab.work / "data/tokens"]
-    return [path.name for place in places for path in place.glob("*.tmp")]
-
-
-def killed_run(lab: Lab, moments: Sequence[float], log: Path) -> dict[str, int]:
-    """Run, kill the whole tree after each of `moments` seconds, and at last run to the end; what had to be done."""
-    counts = {"kills": 0, "ended before": 0, "unlocked": 0, "processes": 0}
-    for moment in moments:
-        process = lab.start(log=log)
-        try:
-            process.wait(moment)
-        except subprocess.TimeoutExpired:
-            counts["processes"] += kill_tree(process.pid)
-            process.wait()
-            counts["kills"] += 1
-            counts["unlocked"] += unlock(lab)
-        else:
-            counts["ended before"] += 1
-            assert process.returncode == 0, log.read_text(encoding="utf-8")[-4000:]
-    done = lab.snakemake(timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:]
-    counts["jobs of the last run"] = done.stdout.count("Finished jobid")
-    return counts
-
-
-def unlock(lab: Lab) -> int:
-    """Take Snakemake's own lock away, as its message says and docs/cluster.md tells; 1 when there was one."""
-    locked = any((lab.work / ".snakemake" / "locks").glob("*"))
-    if locked:
-        assert lab.snakemake("--unlock").returncode == 0
-    return int(locked)
-
-
-def test_kills_at_random_moments(finished: tuple[Lab, float], tmp_path: Path) -> None:
-    whole, seconds = finished
-    expected = timeless(whole)
-    seed = int(os.environ.get("LMPERF_SEED", "1"))
-    chooser, left, told = random.Random(seed), KILLS, []
-    while left > 0:
-        number = min(left, KILLS_A_RUN)
-        lab = Lab.make(tmp_path / f"kill {len(told)}")
-        moments = [chooser.uniform(2.0, max(4.0, 0.7 * seconds)) for _ in range(number)]
-        told.append(killed_run(lab, moments, tmp_path / "log"))
-        assert timeless(lab) == expected, f"seed {seed}, moments {moments}"
-        assert lab.pending() == {}
-        assert not left_running(lab.project)
-        left -= number
-    sys.stderr.write(f"\nkills, undisturbed run {seconds:.0f} s, seed {seed}: {json.dumps(told)}\n")
+pytestmark = slow
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_leave_no_children(finished: tuple[Lab, float], tmp_path: Path, number: signal.Signals) -> None:
-    lab, _ = finished
+def test_signals_leave_no_children(whole: Whole, tmp_path: Path, number: signal.Signals) -> None:
+    lab = whole.lab
     spec = json.loads((lab.work / "reports/sessions/norm.training_step.jsonl").read_text().splitlines()[0])["spec"]
     words = [sys.executable, "-m", "lmperf", "measure", "--spec", json.dumps({**spec, "rounds": 500})]
     process = subprocess.Popen(
@@ -129,39 +28,30 @@ def test_signals_leave_no_children(finished: tuple[Lab, float], tmp_path: Path, 
     )  # fmt: skip
     journal = tmp_path / "work" / "norm.training_step.rounds.jsonl"
     wait_until(lambda: journal.exists() and b'"memory"' in journal.read_bytes(), 120)
-    children = whole_tree(process.pid)
-    assert len(children) > 1
+    assert len(whole_tree(process.pid)) > 1
     process.send_signal(number)
     assert process.wait(60) != 0
     wait_until(lambda: not left_running(lab.project), 30)
     assert not (tmp_path / "sessions" / "norm.training_step.jsonl").exists()
 
 
-def test_interrupted_workflow_leaves_no_children(finished: tuple[Lab, float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_workflow_leaves_no_children(tmp_path: Path, number: signal.Signals) -> None:
     lab = Lab.make(tmp_path)
     process = lab.start(log=tmp_path / "log")
     wait_until(lambda: list((lab.work / "reports" / "logs").glob("train.*")), 120)
     time.sleep(1)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+    os.killpg(process.pid, number)  # what a terminal's Ctrl-C, and a batch system, do
     assert process.wait(90) != 0
     wait_until(lambda: not left_running(lab.project), 30)
     assert not list((lab.work / ".snakemake" / "locks").glob("*"))
 
 
-def wait_until(test: Any, seconds: float) -> None:
-    """Wait until `test()` is true; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not test():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)
-
-
 @pytest.fixture
-def broken(finished: tuple[Lab, float]) -> Iterator[Lab]:
+def broken(whole: Whole) -> Iterator[Lab]:
     """The finished lab; whatever files a test replaced by `damage` are put back."""
-    lab, _ = finished
-    yield lab
-    for kept in lab.work.rglob("*.kept"):
+    yield whole.lab
+    for kept in whole.lab.work.rglob("*.kept"):
         kept.replace(kept.with_name(kept.name.removesuffix(".kept")))
 
 
@@ -171,12 +61,14 @@ def damage(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def verb(lab: Lab, *words: str, reports: str = "reports", data: str = "data") -> subprocess.CompletedProcess[str]:
-    """Run one verb on the lab's own configuration."""
+def verb(
+    lab: Lab, *words: str, reports: str = "reports", data: str = "data", **changes: str
+) -> subprocess.CompletedProcess[str]:
+    """Run one verb on the lab's own configuration; `changes` are environment variables."""
     config = ["--config", str(lab.project / "config.yaml"), "--config", "tiny.yaml"]
     return subprocess.run(
         [sys.executable, "-m", "lmperf", *words, *config, "--reports", reports, "--data", data],
-        cwd=lab.work, env=lab.environment(), capture_output=True, text=True, timeout=300, check=False,
+        cwd=lab.work, env=lab.environment(**changes), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -196,10 +88,10 @@ def test_truncated_token_shard_is_one_clear_line(broken: Lab) -> None:
     one_clear_line(verb(broken, "train", "--run", "baseline.s1234"), shard.name)
 
 
-def test_truncated_text_shard_is_told_or_mended(broken: Lab) -> None:
+def test_truncated_text_shard_is_told_and_mended(broken: Lab) -> None:
     shard = next((broken.work / "data/shards").glob("*.arrow"))
     damage(shard, shard.read_bytes()[:100])
-    one_clear_line(verb(broken, "tokenize", data="data"), shard.name)
+    one_clear_line(verb(broken, "tokenize"), shard.name)
     assert verb(broken, "ingest").returncode == 0
     assert shard.read_bytes() == shard.with_name(shard.name + ".kept").read_bytes()
 
@@ -207,9 +99,11 @@ def test_truncated_text_shard_is_told_or_mended(broken: Lab) -> None:
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.98])
 def test_corrupt_session_file_is_one_clear_line(broken: Lab, keep: float) -> None:
     file = broken.work / "reports/sessions/norm.training_step.jsonl"
+    table = (broken.work / "reports/tables/results.csv").read_bytes()
     data = file.read_bytes()
     damage(file, data[: int(keep * len(data))])
     one_clear_line(verb(broken, "compare"), file.name)
+    assert (broken.work / "reports/tables/results.csv").read_bytes() == table
 
 
 def test_output_that_is_no_folder_is_one_clear_line(broken: Lab, tmp_path: Path) -> None:
@@ -219,11 +113,11 @@ def test_output_that_is_no_folder_is_one_clear_line(broken: Lab, tmp_path: Path)
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB of its own; needs root and the right to mount."""
+    """A file system of 512 KiB of its own; needs root and the right to mount."""
     place = tmp_path / "small"
     place.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         pytest.skip(f"no small file system can be mounted here: {done.stderr.strip()}")
@@ -231,20 +125,26 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_full_disk_is_one_clear_line(broken: Lab, mounted: Path) -> None:
+@pytest.mark.parametrize("free", [0, 12 << 10])
+def test_full_disk_is_one_clear_line_and_earlier_results_stay(broken: Lab, mounted: Path, free: int) -> None:
+    name = "sessions/norm.training_step.jsonl"
+    earlier = (broken.work / "reports" / name).read_bytes()
+    (mounted / "sessions").mkdir()
+    (mounted / name).write_bytes(earlier)
+    room = os.statvfs(mounted)
+    (mounted / "filling").write_bytes(b"x" * (room.f_bavail * room.f_frsize - free))
     one_clear_line(verb(broken, "ingest", data=str(mounted / "data")))
-    (mounted / "reports").mkdir()
-    (mounted / "reports" / "filling").write_bytes(b"x" * (60 << 10))
-    one_clear_line(verb(broken, "measure", "--session", "norm.training_step", reports=str(mounted / "reports")))
-    assert not list(mounted.rglob("*.jsonl.*tmp"))
+    one_clear_line(verb(broken, "measure", "--session", "norm.training_step", reports=str(mounted)))
+    assert (mounted / name).read_bytes() == earlier
+    assert not list(mounted.rglob("*.tmp"))
 
 
 def test_read_only_disk_is_one_clear_line(broken: Lab, mounted: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
-    for words in (["ingest"], ["train", "--run", "baseline.s1234"], ["measure", "--session", "norm.training_step"]):
-        one_clear_line(
-            verb(broken, *words, reports=str(mounted / "r"), data="data" if words[0] != "ingest" else str(mounted))
-        )
+    there = str(mounted)
+    one_clear_line(verb(broken, "ingest", data=there))
+    for words in (["train", "--run", "baseline.s1234"], ["measure", "--session", "norm.training_step"], ["report"]):
+        one_clear_line(verb(broken, *words, reports=there))
 
 
 def test_stale_lock_of_a_dead_owner_does_not_block(broken: Lab, tmp_path: Path) -> None:
@@ -255,8 +155,28 @@ def test_stale_lock_of_a_dead_owner_does_not_block(broken: Lab, tmp_path: Path) 
     assert "took over the lock" in done.stderr
 
 
-def test_clock_that_jumped_is_no_reason_to_run(broken: Lab) -> None:
-    """A result of the future, or of 1970, stays current: contents decide, not times."""
+def test_dates_of_the_future_or_of_1970_are_no_reason_to_run(broken: Lab) -> None:
     for when in (0, time.time() + 10 * 365 * 86400):
         os.utime(broken.work / "data/tokens/manifest.json", (when, when))
         assert broken.pending() == {}
+
+
+JUMPING_CLOCK = """\
+import itertools, time
+real, calls = time.time, itertools.count()
+time.time = lambda: real() + 86400 * (-1) ** next(calls)
+"""
+
+
+def test_clock_that_jumps_by_days_disturbs_no_measurement(broken: Lab, tmp_path: Path) -> None:
+    """Durations come from the monotonic clock; the time of day is only written down."""
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    path = os.pathsep.join([str(tmp_path), str(broken.project)])
+    for words in (["measure", "--session", "norm.training_step"], ["train", "--run", "baseline.s1234"]):
+        done = verb(broken, *words, reports=str(tmp_path), PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "sessions" / "norm.training_step.jsonl").read_text(encoding="utf-8").splitlines()
+    samples = [x for x in map(json.loads, lines) if x["kind"] == "sample"]
+    assert {sample["status"] for sample in samples} == {"ok"}
+    assert all(0 < sample["metrics"]["step_time_s"]["value"] < 1 for sample in samples)
+    assert 0 < json.loads((tmp_path / "quality" / "baseline.s1234.json").read_text())["wall_s"] < 300

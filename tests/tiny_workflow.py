@@ -8,13 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+slow = pytest.mark.skipif("LMPERF_SLOW" not in os.environ, reason="takes minutes: LMPERF_SLOW=1 runs it")
 
 CONFIG = """\
 # The smallest run that goes through every stage: seconds of work, nothing that may be read as a result.
@@ -54,6 +58,12 @@ TRAINS = frozenset(f"train {name}" for name in RUNS)
 CORPUS = frozenset({"fetch_corpus", "ingest", "tokenize"})
 AFTER = frozenset({"compare", "ablate", "report"})
 ALL = CORPUS | {"profile"} | MEASURES | TRAINS | AFTER
+
+
+def smoke() -> str:
+    """The project's smoke preset, its folders put where a lab has them."""
+    text = (ROOT / "workflow" / "presets" / "smoke.yaml").read_text(encoding="utf-8")
+    return text.replace("{data: data/smoke, reports: reports/smoke}", "{data: data, reports: reports}")
 
 
 def write_texts(folder: Path, documents: int = 60) -> None:
@@ -127,16 +137,45 @@ class Lab:
         return parse_jobs(done.stdout)
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A lab with one complete, undisturbed run, and how long that took in seconds."""
+
+    lab: Lab
+    seconds: float
+
+
+def complete_run(folder: Path, config: str) -> Whole:
+    """Make a lab and run it undisturbed to its report."""
+    lab = Lab.make(folder, config)
+    started = time.monotonic()
+    done = lab.snakemake(timeout=900)
+    if done.returncode or not (lab.work / "reports" / "index.html").is_file():
+        raise AssertionError(done.stdout[-4000:])
+    return Whole(lab, time.monotonic() - started)
+
+
 def parse_jobs(text: str) -> dict[str, str]:
-    """Jobs of a dry run's listing, `rule all` left out: "measure norm.training_step" → reason."""
-    jobs = {}
+    """Jobs in a dry run's listing or a run's log, `rule all` left out: "measure norm.training_step" → reason."""
+    return {name: reason for _, name, reason in _blocks(text)}
+
+
+def parse_log(text: str) -> tuple[list[str], list[str]]:
+    """Jobs that a run's log shows as started, and those of them that it shows as finished."""
+    names = {number: name for number, name, _ in _blocks(text)}
+    done = re.findall(r"^Finished jobid: (\d+)", text, re.M)
+    return list(names.values()), [names[number] for number in done if number in names]
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str, str]]:
     for block in re.split(r"\n(?=(?:local)?rule )", text):
         head = re.match(r"(?:local)?rule (\w+):\n", block)
         if head and head.group(1) != "all":
-            wild = re.search(r"^    wildcards: \w+=(.+)$", block, re.M)
-            reason = re.search(r"^    reason: (.+)$", block, re.M)
-            jobs[head.group(1) + (f" {wild.group(1)}" if wild else "")] = reason.group(1) if reason else ""
-    return jobs
+            wild, number, reason = (
+                re.search(rf"^    {key}(.+)$", block, re.M) for key in (r"wildcards: \w+=", "jobid: ", "reason: ")
+            )
+            name = head.group(1) + (f" {wild.group(1)}" if wild else "")
+            yield number.group(1) if number else "", name, reason.group(1) if reason else ""
 
 
 def whole_tree(pid: int) -> list[psutil.Process]:
@@ -149,19 +188,30 @@ def whole_tree(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(pid: int) -> int:
-    """SIGKILL a process and all its descendants at one moment; returns how many there were."""
-    processes = whole_tree(pid)
-    for process in processes:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=20)
-    return len(processes)
+    """SIGKILL a process and all its descendants at one moment; returns how many there were.
+
+    They are stopped first, until no new one shows up, so that none can start another while the list is made.
+    """
+    stopped: dict[int, psutil.Process] = {}
+    while new := [process for process in whole_tree(pid) if process.pid not in stopped]:
+        for process in new:
+            _send(process, signal.SIGSTOP)
+            stopped[process.pid] = process
+    for process in stopped.values():
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs(list(stopped.values()), timeout=20)
+    return len(stopped)
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
 
 
 def left_running(marker: Path) -> list[list[str]]:
-    """Command lines of the processes whose environment or working directory belongs to a lab."""
+    """Command lines of the processes whose environment belongs to a lab's project folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -172,6 +222,9 @@ def left_running(marker: Path) -> list[list[str]]:
     return found
 
 
-def changed(before: Mapping[str, str], after: Mapping[str, str]) -> Sequence[str]:
-    """Names whose value differs between two mappings."""
-    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+def wait_until(test: Callable[[], object], seconds: float) -> None:
+    """Wait until `test()` is true; fails after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
