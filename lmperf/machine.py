@@ -134,7 +134,8 @@ def measure_peaks(
 
     `seconds` is spent on each dtype and size.  {"device", "threads", "load_average", "flops": {dtype: {"best", "size",
     "by_size"}}, "copy_bytes_per_s", "unsupported": {dtype: reason}}.  A format that is emulated here is tried at the
-    sizes that can be afforded.  A use of these numbers is honest only for runs of the same minutes: neighbours halve them.
+    sizes that can be afforded.  A use of these numbers is honest only for runs of the same minutes: neighbours halve
+    them.
     """
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
