@@ -1,6 +1,6 @@
 """SIGKILL of a whole run at random moments, then the same command: it ends well, with an undisturbed run's results.
 
-Two kills of the tiny run always run; LMPERF_KILLS=20 kills the smoke preset's run that often, and prints what was
+LMPERF_SLOW=1: two kills of the tiny run; LMPERF_KILLS=20: the smoke preset's run that often, and prints what was
 redone (docs/robustness.md has the figures).
 """
 
@@ -22,6 +22,10 @@ from typing import Any
 import pytest
 from tiny_workflow import Lab, Whole, complete_run, kill_tree, left_running, parse_log, smoke, wait_until
 
+pytestmark = pytest.mark.skipif(
+    not {"LMPERF_SLOW", "LMPERF_KILLS"} & set(os.environ),
+    reason="takes minutes: LMPERF_SLOW=1 or LMPERF_KILLS=20 runs it",
+)
 KILLS = int(os.environ.get("LMPERF_KILLS", "2"))
 SEED = int(os.environ.get("LMPERF_SEED", "1"))
 MANY = 20  # from so many kills on it is the smoke preset's run that is killed
