@@ -118,16 +118,13 @@ def _ratio_ticks(axes: Axes, values: Sequence[float]) -> None:
 
 
 def ratio_ticks(low: float, high: float) -> list[float]:
-    """Round ratios between two limits on a log axis: the finest ladder whose neighbours are a sixth of it apart."""
+    """Round ratios between two limits on a log axis: most ticks of one ladder, a sixth of the axis apart or more."""
     steps = [[round(k * step, 2) for k in range(1, int(high / step) + 1)] for step in (0.05, 0.1, 0.2, 0.5)]
     tens = [10.0**k for k in range(-6, 7)]
     powers = [[2.0**k for k in range(-6, 7)], sorted([*tens, *(3 * ten for ten in tens)]), tens]
-    ticks = [1.0]
-    for ladder in (*steps, *powers):
-        ticks = [tick for tick in ladder if low <= tick <= high]
-        if all(b / a >= (high / low) ** (1 / 6) for a, b in itertools.pairwise(ticks)):
-            break
-    return ticks
+    inside = [[tick for tick in ladder if low <= tick <= high] for ladder in (*steps, *powers)]
+    gap = (high / low) ** (1 / 6)
+    return max((t for t in inside if all(b / a >= gap for a, b in itertools.pairwise(t))), key=len)
 
 
 def hotspots(rows: Sequence[Row], top: int = 12) -> Figure:
@@ -144,8 +141,7 @@ def hotspots(rows: Sequence[Row], top: int = 12) -> Figure:
         for place, value in enumerate(values):
             axes.text(value, place, f" {value:.1f} %", va="center", fontsize=9)
         axes.set_xlim(0, max(values, default=1) * 1.16)
-        axes.set_xlabel("share of self time (%)")
-        axes.set_title("Hotspots of the baseline's training step", loc="left")
+        _frame_texts(figure, "Hotspots of the baseline's training step", "share of self time (%)")
     return figure
 
 
